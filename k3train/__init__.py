@@ -1,0 +1,1 @@
+"""An open trainer for Kimi-K3-style models that extends megatron-core."""

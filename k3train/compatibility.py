@@ -1,0 +1,123 @@
+"""Which features meet: the one table behind the refusals of `validate` and the table in the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+
+from .config import Config
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something a configuration turns on."""
+
+    name: str
+    key: str
+    """The key that a refusal names."""
+    settings: tuple[str, ...]
+    """Overrides that turn it on."""
+    active: Callable[[Config], bool]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why two features (or one, when both names are equal) cannot run, and what to do about it."""
+
+    first: str
+    second: str
+    why: str
+
+
+FEATURES = (
+    Feature("pipeline", "parallel.pipeline", ("parallel.pipeline=2",), lambda c: c.parallel.pipeline > 1),
+    Feature(
+        "virtual stages",
+        "parallel.virtual",
+        ("parallel.pipeline=2", "parallel.virtual=2"),
+        lambda c: c.parallel.virtual > 1,
+    ),
+    Feature(
+        "uneven cut",
+        "parallel.layers_per_chunk",
+        ("parallel.pipeline=2", "parallel.virtual=2", "parallel.layers_per_chunk=[3,1,3,2]"),
+        lambda c: c.parallel.layers_per_chunk is not None,
+    ),
+    Feature("expert parallelism", "parallel.expert", ("parallel.expert=2",), lambda c: c.parallel.expert > 1),
+    Feature("data parallelism", "parallel.data", ("parallel.data=2",), lambda c: (c.parallel.data or 1) > 1),
+    Feature(
+        "context parallelism", "parallel.context", ("parallel.context=2",), lambda c: c.parallel.context > 1
+    ),
+    Feature("ZeRO-1", "parallel.zero", ("parallel.zero=1",), lambda c: c.parallel.zero == 1),
+    Feature("ZeRO-2", "parallel.zero", ("parallel.zero=2",), lambda c: c.parallel.zero == 2),
+    Feature("AdamW", "optim.name", ("optim=adamw",), lambda c: c.optim.name == "adamw"),
+    Feature("Muon", "optim.name", ("optim=muon",), lambda c: c.optim.name == "muon"),
+    Feature("BF16", "model.dtype", ("model.dtype=bfloat16",), lambda c: c.model.dtype == "bfloat16"),
+    Feature("recompute", "model.recompute", ("model.recompute=layer",), lambda c: c.model.recompute == "layer"),
+    Feature("dense model", "model.num_experts", ("model.num_experts=0",), lambda c: c.model.num_experts == 0),
+    Feature("MTP", "model.mtp_layers", ("model.mtp_layers=1",), lambda c: c.model.mtp_layers > 0),
+)
+
+REFUSALS = (
+    Refusal(
+        "context parallelism", "context parallelism", "context parallelism is not available in this version; use 1"
+    ),
+    Refusal("ZeRO-2", "ZeRO-2", "ZeRO-2 is not available in this version; use 0 or 1"),
+    Refusal(
+        "Muon",
+        "ZeRO-1",
+        "a shard of a matrix cannot be orthogonalised, and megatron-core would train on silently; "
+        "use parallel.zero=0 or optim=adamw",
+    ),
+    Refusal(
+        "expert parallelism", "dense model", "a dense model has no experts to spread; use parallel.expert=1"
+    ),
+)
+
+
+def find(name: str) -> Feature:
+    """The feature called `name`."""
+    return next(feature for feature in FEATURES if feature.name == name)
+
+
+def refusal(first: str, second: str) -> Refusal | None:
+    """Why the two cannot meet, or None. A feature that is refused alone is refused with every other."""
+    for entry in REFUSALS:
+        alone = entry.first == entry.second and entry.first in (first, second)
+        if alone or {entry.first, entry.second} == {first, second}:
+            return entry
+    return None
+
+
+def exclusive(first: str, second: str) -> bool:
+    """Whether the two are values of one key, so that no configuration can ask for both."""
+    return first != second and find(first).key == find(second).key
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Every unordered pair of features that one configuration can ask for."""
+    names = [feature.name for feature in FEATURES]
+    return [pair for pair in combinations(names, 2) if not exclusive(*pair)]
+
+
+def markdown() -> str:
+    """The table as the docs print it: `yes`, a number that refers to the reason below, or `-`."""
+    names = [feature.name for feature in FEATURES]
+    lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for row, first in enumerate(names):
+        cells = [_cell(first, second) if column <= row else "" for column, second in enumerate(names)]
+        lines.append(f"| **{first}** | " + " | ".join(cells) + " |")
+    reasons = [f"{number}. {_title(entry)}: {entry.why}." for number, entry in enumerate(REFUSALS, start=1)]
+    return "\n".join([*lines, "", *reasons])
+
+
+def _title(entry: Refusal) -> str:
+    return entry.first if entry.first == entry.second else f"{entry.first} with {entry.second}"
+
+
+def _cell(first: str, second: str) -> str:
+    if exclusive(first, second):
+        return "-"
+    entry = refusal(first, second)
+    return "yes" if entry is None else f"no ({REFUSALS.index(entry) + 1})"

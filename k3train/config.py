@@ -1,0 +1,275 @@
+"""The typed configuration of a run: every key, its type and its default, and the rules between keys.
+
+Pure data: imports neither torch nor Hydra, so that `plan`, `--help` and a refused configuration answer
+at once. `launch.compose` fills these classes from `conf/` and the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class RunConfig:
+    """What is run, where it is kept, and for how long."""
+
+    name: str = "run"
+    dir: str = "runs/${run.name}"
+    steps: int = 100
+    seed: int = 1234
+    resume: bool = True
+    microbatches: int = 4
+    """Micro-batches per optimizer step on each data-parallel rank."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    threads: int = 1
+    """CPU threads of each rank's kernels; results are bitwise repeatable for one value."""
+    deterministic: bool = True
+    """Ask torch for deterministic kernels where it has them."""
+
+
+@dataclass
+class BackendConfig:
+    """Which implementation each operator uses; `auto` takes the fastest that the verifier allows."""
+
+    kda: str = "auto"
+    short_conv: str = "auto"
+    attn_res: str = "auto"
+    situ: str = "auto"
+    attention: str = "auto"
+    linear: str = "auto"
+    """local (megatron-core's own modules) or te (Transformer Engine)."""
+
+
+@dataclass
+class ModelConfig:
+    """Shape of a Kimi-K3-style language model. Defaults are the constants every size of K3 shares."""
+
+    num_layers: int = 9
+    hidden_size: int = 256
+    vocab_size: int | None = None
+    """Rows of the embedding and the head; derived from the tokenizer, rounded up to `vocab_multiple`."""
+    vocab_multiple: int = 64
+    num_heads: int = 4
+    kda_head_dim: int = 64
+    short_conv_kernel_size: int = 4
+    gate_lower_bound: float = -5.0
+    full_attention_every: int = 4
+    """Every n-th layer is Gated MLA, and so is the last one; the others are KDA."""
+    q_lora_rank: int = 96
+    kv_lora_rank: int = 64
+    qk_nope_head_dim: int = 64
+    qk_extra_head_dim: int = 32
+    """Query and key channels that K2 rotated; K3 keeps them as plain content channels."""
+    v_head_dim: int = 64
+    num_experts: int = 32
+    """Routed experts of a layer; 0 makes every layer dense."""
+    top_k: int = 4
+    num_shared_experts: int = 2
+    latent_size: int = 128
+    expert_ffn_size: int = 96
+    dense_ffn_size: int = 1056
+    num_dense_layers: int = 1
+    """Leading layers that have a dense FFN."""
+    routed_scaling_factor: float = 1.0
+    attn_res_block_size: int = 4
+    """Decoder layers in one AttnRes block."""
+    situ_beta: float = 4.0
+    situ_linear_beta: float = 25.0
+    norm_eps: float = 1e-5
+    mla_norm_eps: float = 1e-6
+    """Epsilon of the two RMSNorms inside MLA, which differs from every other norm of the model."""
+    mtp_layers: int = 1
+    mtp_loss_weight: float = 0.1
+    init_std: float = 0.02
+    balance_bins: int = 1000
+    balance_ema: float = 0.0
+    """Weight of the old bias in the quantile-balancing update; 0 replaces it."""
+    dtype: str = "float32"
+    """float32 or bfloat16: parameters and activations; statistics and gradients stay FP32."""
+    recompute: str = "none"
+    """none, or layer: keep only each decoder layer's input and run it again in backward."""
+    backends: BackendConfig = field(default_factory=BackendConfig)
+
+
+@dataclass
+class DataConfig:
+    """Where the tokens come from."""
+
+    source: str = "bundled"
+    """bundled (the running Python's standard library) or indexed (Megatron .bin/.idx files)."""
+    train: list[str] = field(default_factory=list)
+    """Prefixes of .bin/.idx pairs, made by `k3train data prepare`."""
+    train_weights: list[float] | None = None
+    valid: list[str] = field(default_factory=list)
+    tokenizer: str = "byte"
+    """byte, or the path of a Hugging Face tokenizer.json or of a tiktoken file."""
+    sequence_length: int = 256
+    micro_batch_size: int = 1
+    """Sequences in one micro-batch."""
+    max_bytes: int | None = None
+    """Use at most this many bytes of the bundled corpus."""
+    cache_dir: str | None = None
+    """Folder of derived files; $K3TRAIN_CACHE or ~/.cache/k3train when left out."""
+
+
+@dataclass
+class ParallelConfig:
+    """How the work is spread over ranks."""
+
+    pipeline: int = 1
+    virtual: int = 1
+    """Model chunks on each pipeline rank."""
+    expert: int = 1
+    context: int = 1
+    data: int | None = None
+    """Data-parallel size; derived from the number of ranks when left out."""
+    zero: int | None = None
+    """0: every rank keeps all optimizer state. 1: sharded over data-parallel ranks. Derived: 1, or 0 for muon."""
+    layers_per_chunk: list[int] | None = None
+    """Decoder layers of each model chunk in the order of the forward pass; spread evenly when left out."""
+    timeout_minutes: float = 10.0
+    """How long a collective may wait before the run is given up."""
+
+
+@dataclass
+class OptimConfig:
+    """The update rule and its schedule."""
+
+    name: str = "adamw"
+    """adamw, or muon (matrices by Muon with Moonlight's scale, the rest by AdamW)."""
+    lr: float = 2e-3
+    min_lr_ratio: float = 0.1
+    """Learning rate at the last step as a share of `lr`."""
+    warmup_fraction: float = 0.01
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    muon_momentum: float = 0.95
+    muon_steps: int = 5
+    """Newton-Schulz iterations."""
+    skip_nonfinite: bool = False
+    """Skip and count a step whose loss or gradient is not finite, where the run would stop otherwise."""
+
+
+@dataclass
+class EvalConfig:
+    """Loss on the validation split."""
+
+    every: int = 50
+    """Steps between evaluations; 0 evaluates at the end only."""
+    batches: int = 8
+    """Micro-batches of each evaluation, over all data-parallel ranks."""
+
+
+@dataclass
+class CheckpointConfig:
+    """What is saved and how often."""
+
+    every: int = 100
+    """Steps between checkpoints; 0 saves at the end and on a signal only."""
+    keep: int = 2
+    """Newest checkpoints to keep; 0 keeps all."""
+    asynchronous: bool = True
+
+
+@dataclass
+class LogConfig:
+    """What is reported, and to whom. `metrics.jsonl` is always written."""
+
+    every: int = 1
+    progress: bool = True
+    tensorboard: bool = True
+    wandb: str = "disabled"
+    """disabled, offline or online."""
+    wandb_project: str = "k3train"
+    wandb_entity: str | None = None
+    trace_steps: int = 2
+    """Steps whose phases go into trace.json; 0 writes no trace."""
+
+
+@dataclass
+class ClusterConfig:
+    """The machines a job is planned for and started on."""
+
+    name: str = "local"
+    nodes: int = 1
+    gpus_per_node: int = 1
+    """Ranks that one node can hold; the ranks of each node when there are several nodes."""
+    ranks_per_node: int | None = None
+    """Processes on each node, one per GPU; derived from the layout on one node when left out."""
+    gpu: str = "cpu"
+    peak_tflops: float = 0.1
+    """Dense BF16 peak of one rank, the denominator of MFU."""
+    memory_gib: float = 12.0
+    """Memory of one rank."""
+    link_gbps: float = 10.0
+    """Bandwidth between ranks of a node, GB/s."""
+    network_gbps: float = 10.0
+    """Bandwidth between nodes for one rank, GB/s."""
+    partition: str | None = None
+    account: str | None = None
+    time_limit: str = "24:00:00"
+    signal_seconds: int = 300
+    """Slurm sends SIGUSR1 this long before the time limit."""
+    image: str | None = None
+    """Container image, with Slurm's pyxis or on Kubernetes."""
+    namespace: str = "default"
+    setup: list[str] = field(default_factory=list)
+    """Shell lines that run on every node before the job."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Config:
+    """One run, whole."""
+
+    recipe: str = "tiny"
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+# Keys that may change between a run and its continuation without changing what is computed.
+RESUME_FREE = ("run.dir", "run.name", "run.resume", "run.steps", "parallel.timeout_minutes", "data.cache_dir")
+RESUME_FREE_SECTIONS = ("log", "checkpoint", "cluster", "eval")
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of every leaf of a configuration dataclass."""
+    leaves: dict[str, Any] = {}
+    for entry in dataclasses.fields(config):
+        value = getattr(config, entry.name)
+        key = f"{prefix}{entry.name}"
+        if dataclasses.is_dataclass(value):
+            leaves.update(flatten(value, f"{key}."))
+        else:
+            leaves[key] = value
+    return leaves
+
+
+def digest(config: Config) -> str:
+    """SHA-256 of the whole configuration: every rank must hold the same one."""
+    return hashlib.sha256(json.dumps(flatten(config), sort_keys=True).encode()).hexdigest()
+
+
+def fixed_keys(config: Config) -> dict[str, Any]:
+    """The keys that a continued run must share with the run it continues."""
+    return {
+        key: value
+        for key, value in flatten(config).items()
+        if key not in RESUME_FREE and key.split(".")[0] not in RESUME_FREE_SECTIONS
+    }

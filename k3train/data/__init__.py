@@ -1,0 +1,1 @@
+"""From text to micro-batches: tokenizers, indexed corpora, packed windows, deterministic loading."""

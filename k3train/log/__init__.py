@@ -1,0 +1,1 @@
+"""What a run reports: metrics.jsonl, TensorBoard, wandb, the progress bar, the trace and the report page."""

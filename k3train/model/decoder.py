@@ -1,0 +1,166 @@
+"""One pipeline chunk of the language model: embedding, decoder layers, output, as far as it holds them.
+
+Shapes: s sequence, b batch, d hidden, R payload rows, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.models.backends import get_backend
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import sharded_state_dict_default
+from torch import Tensor, nn
+
+from ..ops.packing import Packing
+from .attn_res import AttentionResidual, ResidualState, block_starts
+from .layer import DecoderLayer
+from .linear import column_linear, project
+from .mtp import MultiTokenPrediction, mtp_targets
+from .norm import RMSNorm
+from .spec import layer_submodules
+from .transformer_config import K3TransformerConfig
+
+
+class LanguageModelChunk(MegatronModule):
+    """Decoder layers `layers` of the model; the first chunk embeds, the last one predicts.
+
+    Parameter names carry the layer's index in the whole model, so that no two chunks share one.
+    """
+
+    config: K3TransformerConfig
+
+    def __init__(
+        self,
+        config: K3TransformerConfig,
+        layers: range,
+        pg_collection: ProcessGroupCollection,
+        *,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(config)
+        model = config.k3
+        self.model_type = ModelType.encoder_or_decoder
+        self.vp_stage = vp_stage
+        self.tp_group = pg_collection.tp
+        self.pg_collection = pg_collection
+        self.layer_range = layers
+        self.pre_process, self.post_process = layers.start == 0, layers.stop == model.num_layers
+        self.share_embeddings_and_output_weights = False
+        self.input_payload: Tensor | None = None
+
+        if self.pre_process:
+            self.embedding = VocabParallelEmbedding(
+                model.vocab_size,
+                model.hidden_size,
+                init_method=config.init_method,
+                config=config,
+                tp_group=pg_collection.tp,
+            )
+        self.layers = nn.ModuleDict(
+            {
+                str(index): DecoderLayer(config, layer_submodules(model, index), index, pg_collection)
+                for index in layers
+            }
+        )
+        if self.post_process:
+            self._build_output(pg_collection)
+        self._mark_parameters()
+
+    def _build_output(self, pg_collection: ProcessGroupCollection) -> None:
+        model = self.config.k3
+        self.output_res = AttentionResidual(self.config)
+        self.final_norm = RMSNorm(model.hidden_size, model.norm_eps, self.config.params_dtype)
+        column_cls = get_backend("local").column_parallel_linear()
+        self.head = column_linear(
+            column_cls, self.config, model.hidden_size, model.vocab_size, pg_collection.tp
+        )
+        if model.mtp_layers:
+            self.mtp = MultiTokenPrediction(
+                self.config, layer_submodules(model, model.num_layers), column_cls, pg_collection
+            )
+
+    def _mark_parameters(self) -> None:
+        """Embedding and head belong to AdamW under Muon; megatron-core asks for this attribute."""
+        for name in ("embedding", "head"):
+            if hasattr(self, name):
+                getattr(self, name).weight.is_embedding_or_output_parameter = True
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
+        """Called by megatron-core's schedules with the payload [s, b, R * d] of the previous stage."""
+        self.input_payload = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def forward(
+        self,
+        tokens: Tensor,
+        packing: Packing,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Run the chunk on tokens [b, s].
+
+        Returns:
+            the payload [s, b, R * d], or from the last chunk: logits [b, s, v] FP32 without labels;
+            with labels [b, s], the loss of each token [b, s] FP32 and, with MTP, its loss and mask [b, s].
+        """
+        state = self._input_state(tokens)
+        positions_first = None if valid is None else valid.transpose(0, 1)
+        for layer in self.layers.values():
+            state = layer(state, packing, positions_first)
+        if not self.post_process:
+            return state.pack(self.config.payload_rows)
+        mixed = self.output_res(state.sources)
+        logits = self._logits(self.final_norm(mixed))
+        if labels is None:
+            return logits
+        losses = _token_losses(logits, labels)
+        if not self.config.k3.mtp_layers:
+            return (losses,)
+        assert loss_mask is not None
+        features = self.mtp(mixed, state.bank[0], packing, positions_first)
+        targets, mask = mtp_targets(labels, loss_mask, packing.document_ids)
+        return losses, _token_losses(self._logits(features), targets), mask
+
+    def _input_state(self, tokens: Tensor) -> ResidualState:
+        if self.pre_process:
+            return ResidualState((), self.embedding(tokens).transpose(0, 1).contiguous())
+        assert self.input_payload is not None, "the pipeline sent no input"
+        rows = block_starts(self.layer_range.start, self.config.k3.attn_res_block_size) + 1
+        return ResidualState.unpack(self.input_payload, rows, self.config.hidden_size)
+
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        return project(self.head, hidden_states).transpose(0, 1).float()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """megatron-core's description of every tensor; a ModuleDict alone would hide how experts are cut."""
+        described: dict[str, Any] = {}
+        for name, module in self.named_children():
+            parts = module.items() if isinstance(module, nn.ModuleDict) else [("", module)]
+            for index, part in parts:
+                path = f"{prefix}{name}.{index}." if index else f"{prefix}{name}."
+                described.update(sharded_state_dict_default(part, path, sharded_offsets, metadata))
+        return described
+
+    def routers(self) -> list[tuple[str, nn.Module]]:
+        """Name and router of every MoE layer of this chunk, in the order of the forward pass."""
+        named = [(f"layer_{index}", layer.mlp) for index, layer in self.layers.items()]
+        if self.post_process and self.config.k3.mtp_layers:
+            named.append(("mtp", self.mtp.layer.mlp))
+        return [(name, mlp.router) for name, mlp in named if hasattr(mlp, "router")]
+
+
+def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each token: logits [b, s, v], labels [b, s] to [b, s] FP32."""
+    return vocab_parallel_cross_entropy(logits.contiguous(), labels)
+
+
+def device_of(chunk: nn.Module) -> torch.device:
+    """Where a chunk's parameters live."""
+    return next(chunk.parameters()).device

@@ -1,0 +1,103 @@
+"""Kimi Delta Attention: linear attention with a per-channel decay and the delta rule.
+
+Source: Kimi K3 report, Kimi Linear (arXiv:2510.26692). Shapes: s sequence, b batch, d hidden,
+H heads, D head width, C = H * D channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from ..ops.kda import delta_attention
+from ..ops.packing import Packing
+from ..ops.short_conv import short_conv
+from .linear import column_linear, project, row_linear
+from .norm import RMSNorm
+from .transformer_config import K3TransformerConfig
+
+
+@dataclass
+class KDASubmodules:
+    """Linear classes of the layer, by megatron-core's spec."""
+
+    column_linear: type
+    row_linear: type
+
+
+class KimiDeltaAttention(MegatronModule):
+    """KDA with short convolutions, a low-rank bounded decay and a full-rank output gate."""
+
+    config: K3TransformerConfig
+
+    def __init__(
+        self,
+        config: K3TransformerConfig,
+        submodules: KDASubmodules,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config)
+        model = config.k3
+        self.num_heads, self.head_dim = model.num_heads, model.kda_head_dim
+        channels = self.num_heads * self.head_dim
+        self.tp_group = pg_collection.tp
+
+        def column(inputs: int, outputs: int) -> nn.Module:
+            return column_linear(submodules.column_linear, config, inputs, outputs, pg_collection.tp)
+
+        self.q_proj = column(model.hidden_size, channels)
+        self.k_proj = column(model.hidden_size, channels)
+        self.v_proj = column(model.hidden_size, channels)
+        self.b_proj = column(model.hidden_size, self.num_heads)
+        self.f_a_proj = column(model.hidden_size, self.head_dim)
+        self.f_b_proj = column(self.head_dim, channels)
+        self.g_proj = column(model.hidden_size, channels)
+        self.o_proj = row_linear(submodules.row_linear, config, channels, model.hidden_size, pg_collection.tp)
+
+        filters = (channels, 1, model.short_conv_kernel_size)
+        self.q_conv, self.k_conv, self.v_conv = (self._fp32(*filters) for _ in range(3))
+        self.A_log = self._fp32(self.num_heads)
+        self.dt_bias = self._fp32(channels)
+        self.o_norm = RMSNorm(self.head_dim, model.norm_eps, torch.float32)
+
+    @staticmethod
+    def _fp32(*shape: int) -> nn.Parameter:
+        device = None if not torch.cuda.is_available() else torch.cuda.current_device()
+        return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=device))
+
+    def forward(self, hidden_states: Tensor, packing: Packing) -> Tensor:
+        """Mix tokens of each document. hidden_states and result: [s, b, d]."""
+        x = hidden_states.transpose(0, 1)  # [b, s, d]
+        backends = self.config.k3.backends
+        q, k, v = (
+            self._heads(short_conv(project(proj, x), conv, packing, backend=backends.short_conv))
+            for proj, conv in (
+                (self.q_proj, self.q_conv),
+                (self.k_proj, self.k_conv),
+                (self.v_proj, self.v_conv),
+            )
+        )  # [b, s, H, D]
+        decay_logits = self._heads(project(self.f_b_proj, project(self.f_a_proj, x)))  # [b, s, H, D]
+        beta = torch.sigmoid(project(self.b_proj, x).float())  # [b, s, H]
+        mixed = delta_attention(
+            q,
+            k,
+            v,
+            decay_logits,
+            beta,
+            self.A_log,
+            self.dt_bias,
+            lower_bound=self.config.k3.gate_lower_bound,
+            packing=packing,
+            backend=backends.kda,
+        )  # [b, s, H, D]
+        gate = torch.sigmoid(self._heads(project(self.g_proj, x)))
+        gated = gate * self.o_norm(mixed).to(gate.dtype)
+        return project(self.o_proj, gated.flatten(2)).transpose(0, 1)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, self.head_dim))

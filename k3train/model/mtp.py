@@ -1,0 +1,100 @@
+"""Multi-token prediction: one more layer that predicts the token after the next.
+
+Source: DeepSeek-V3 for the fusion of hidden state and next embedding; the Kimi K3 report trains one such
+layer on the final AttnRes output. The layer has a plain residual stream and shares embedding and head.
+The next token's embedding is read out of the AttnRes bank, whose first row it is, so that no copy of the
+embedding, and no gradient of one, crosses the pipeline. Shapes: s sequence, b batch, d hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor
+
+from ..ops.packing import Packing
+from .layer import DecoderLayerSubmodules
+from .linear import column_linear, project
+from .norm import RMSNorm
+from .transformer_config import K3TransformerConfig
+
+
+class PlainLayer(MegatronModule):
+    """An attention and a feed-forward sublayer on an ordinary residual stream."""
+
+    config: K3TransformerConfig
+
+    def __init__(
+        self,
+        config: K3TransformerConfig,
+        submodules: DecoderLayerSubmodules,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config)
+        model = config.k3
+        self.tp_group = pg_collection.tp
+        self.input_norm = RMSNorm(model.hidden_size, model.norm_eps, config.params_dtype)
+        self.post_norm = RMSNorm(model.hidden_size, model.norm_eps, config.params_dtype)
+        self.self_attention = build_module(submodules.attention, config=config, pg_collection=pg_collection)
+        self.mlp = build_module(submodules.mlp, config=config, pg_collection=pg_collection)
+
+    def forward(self, hidden_states: Tensor, packing: Packing, valid: Tensor | None) -> Tensor:
+        """hidden_states [s, b, d] to [s, b, d]."""
+        if self.config.k3.recompute == "layer" and self.training:
+            return checkpoint(lambda hidden: self._run(hidden, packing, valid), False, hidden_states)
+        return self._run(hidden_states, packing, valid)
+
+    def _run(self, hidden_states: Tensor, packing: Packing, valid: Tensor | None) -> Tensor:
+        hidden_states = hidden_states + self.self_attention(self.input_norm(hidden_states), packing)
+        output, _ = self.mlp(self.post_norm(hidden_states), valid)
+        return hidden_states + output
+
+
+class MultiTokenPrediction(MegatronModule):
+    """Features for predicting token i + 2 at position i."""
+
+    config: K3TransformerConfig
+
+    def __init__(
+        self,
+        config: K3TransformerConfig,
+        submodules: DecoderLayerSubmodules,
+        column_cls: type,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config)
+        model = config.k3
+        self.tp_group = pg_collection.tp
+        self.embedding_norm = RMSNorm(model.hidden_size, model.norm_eps, config.params_dtype)
+        self.hidden_norm = RMSNorm(model.hidden_size, model.norm_eps, config.params_dtype)
+        self.proj = column_linear(
+            column_cls, config, 2 * model.hidden_size, model.hidden_size, pg_collection.tp
+        )
+        self.layer = PlainLayer(config, submodules, pg_collection)
+        self.final_norm = RMSNorm(model.hidden_size, model.norm_eps, config.params_dtype)
+
+    def forward(
+        self, hidden_states: Tensor, embeddings: Tensor, packing: Packing, valid: Tensor | None
+    ) -> Tensor:
+        """Head input [s, b, d] from the final mixture and the token embeddings, each [s, b, d].
+
+        The last position has no next embedding in the window and repeats its own; `mtp_targets` masks it.
+        """
+        following = torch.cat((embeddings[1:], embeddings[-1:]))
+        fused = torch.cat((self.embedding_norm(following), self.hidden_norm(hidden_states)), dim=-1)
+        return self.final_norm(self.layer(project(self.proj, fused), packing, valid))
+
+
+def mtp_targets(labels: Tensor, loss_mask: Tensor, document_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Labels and mask of the token after the next, [b, s] each.
+
+    Position i predicts labels[i + 1], if the token i + 1 lies in the same document: past a border the
+    embedding that the layer reads says nothing of this document.
+    """
+    shifted = torch.cat((labels[:, 1:], labels[:, -1:]), dim=1)
+    same_document = document_ids[:, 1:] == document_ids[:, :-1]
+    mask = loss_mask[:, 1:] * loss_mask[:, :-1] * same_document
+    return shifted, torch.cat((mask, torch.zeros_like(mask[:, :1])), dim=1)

@@ -1,0 +1,88 @@
+"""Sigmoid router balanced by Quantile Balancing.
+
+Source: Kimi K3 report. A token goes to the top-k of score + bias; the bias never enters the weights and
+is not trained by gradient: once a step it becomes the quantile of what each expert would have needed,
+estimated from a histogram over the global batch. Shapes: t tokens, d hidden, E experts, k top-k.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.router import Router
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ..ops.quantile import bias_from_histogram, required_bias_histogram, route
+from .transformer_config import K3TransformerConfig
+
+
+class QuantileRouter(Router):
+    """Router with a histogram of required biases and counts of expert loads.
+
+    Buffers: `expert_bias` FP32 [E], saved; `histogram` int32 [E, bins], `load` and `unbiased_load`
+    int64 [E], emptied at every optimizer step.
+    """
+
+    config: K3TransformerConfig
+
+    def __init__(self, config: K3TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        model = config.k3
+        self.top_k = model.top_k
+        device = torch.cuda.current_device() if torch.cuda.is_available() else torch.device("cpu")
+        self.weight.data = self.weight.data.to(device)
+
+        def count(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        experts = model.num_experts
+        self.register_buffer("expert_bias", count(experts, dtype=torch.float32))
+        self.register_buffer(
+            "histogram", count(experts, model.balance_bins, dtype=torch.int32), persistent=False
+        )
+        self.register_buffer("load", count(experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("unbiased_load", count(experts, dtype=torch.int64), persistent=False)
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits in FP32 from FP32 input and weight: input [t, d] to [t, E]."""
+        return linear(input.float(), self.weight.float())
+
+    def routing(self, logits: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weights FP32 [t, E], zero where not routed, and the boolean map [t, E]."""
+        scores = torch.sigmoid(logits)
+        indices, cutoff = route(scores.detach(), self.expert_bias, self.top_k)
+        # Under recompute only the second pass runs with gradients, so each token counts once.
+        if self.training and torch.is_grad_enabled():
+            self._count(scores.detach(), indices, cutoff, valid)
+        chosen = scores.gather(-1, indices)
+        weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * self.config.k3.routed_scaling_factor
+        probs = torch.zeros_like(scores).scatter(-1, indices, weights)
+        routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, indices, True)
+        return probs, routing_map
+
+    def forward(self, input: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Route input [..., d]; `valid` [...] is False for padding, which is routed but not counted."""
+        flat = input.reshape(-1, input.shape[-1])
+        return self.routing(self.gating(flat), None if valid is None else valid.reshape(-1))
+
+    def _count(self, scores: Tensor, indices: Tensor, cutoff: Tensor, valid: Tensor | None) -> None:
+        self.histogram += required_bias_histogram(
+            scores, cutoff, self.expert_bias, bins=self.histogram.shape[1], valid=valid
+        )
+        unbiased = scores.topk(self.top_k, dim=-1).indices
+        for load, chosen in ((self.load, indices), (self.unbiased_load, unbiased)):
+            kept = chosen if valid is None else chosen[valid]
+            load += torch.bincount(kept.reshape(-1), minlength=load.numel())
+
+    def reset_counts(self) -> None:
+        """Forget the tokens counted so far."""
+        for counter in (self.histogram, self.load, self.unbiased_load):
+            counter.zero_()
+
+    def update_bias(self) -> None:
+        """Set the bias from the histogram, which must already hold the whole global batch."""
+        fresh = bias_from_histogram(self.histogram, self.expert_bias, self.top_k)
+        ema = self.config.k3.balance_ema
+        blended = ema * self.expert_bias + (1 - ema) * fresh
+        self.expert_bias.copy_(blended - blended.mean())

@@ -1,0 +1,85 @@
+"""megatron-core's TransformerConfig, extended by what K3 adds and filled from the run's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from ..config import Config, ModelConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class K3TransformerConfig(TransformerConfig):
+    """TransformerConfig with the model's own section beside it, so that modules read K3's names."""
+
+    k3: ModelConfig = field(default_factory=ModelConfig)
+    payload_rows: int = 1
+    """Rows of `hidden_size` in the one tensor that travels between pipeline stages."""
+
+
+def transformer_config(config: Config, payload_rows: int = 1) -> K3TransformerConfig:
+    """Translate a resolved configuration into megatron-core's.
+
+    Args:
+        config: resolved and validated.
+        payload_rows: see `decoder.payload_rows`.
+    """
+    model, parallel = config.model, config.parallel
+    dtype = DTYPES[model.dtype]
+    pipelined = parallel.pipeline > 1
+    interleaved = parallel.virtual > 1
+    return K3TransformerConfig(
+        k3=model,
+        payload_rows=payload_rows,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_heads,
+        ffn_hidden_size=model.dense_ffn_size,
+        num_moe_experts=model.num_experts or None,
+        moe_ffn_hidden_size=model.expert_ffn_size if model.num_experts else None,
+        moe_latent_size=model.latent_size if model.num_experts else None,
+        moe_router_topk=model.top_k,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=model.backends.linear == "te",
+        moe_permute_fusion=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        # SiTU-GLU enters through the activation builder of the spec; megatron-core's own is never called.
+        use_te_activation_func=True,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=model.init_std,
+        # Parameters are initialised by name after construction, so that no layout changes a weight.
+        perform_initialization=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        pipeline_dtype=dtype if pipelined else None,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual if interleaved else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1,
+        # With two ranks both directions of an interleaved pipeline meet the same peer, and a batched
+        # exchange could not tell them apart.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        calculate_per_token_loss=True,
+        deallocate_pipeline_outputs=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+    )

@@ -1,0 +1,125 @@
+"""Which implementation runs an operator, and why another one does not.
+
+Nothing here imports a kernel library before it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..errors import UserError
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+UP_TO_FP32 = (*LOW_PRECISION, torch.float32)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to run the operator `op`, found as `function` in the module `k3train.ops.<module>`."""
+
+    op: str
+    name: str
+    module: str
+    function: str
+    device_types: tuple[str, ...] = ("cpu", "cuda")
+    dtypes: tuple[torch.dtype, ...] | None = None
+    """Input types it takes; None for any."""
+    requires: str | None = None
+    """Module that has to import, beyond torch."""
+
+    def unavailable(self) -> str | None:
+        """Why it cannot run in this process, or None. Does not depend on the inputs."""
+        if "cpu" not in self.device_types and not torch.cuda.is_available():
+            return "needs a CUDA device, and torch sees none"
+        return _import_failure(self.requires) if self.requires else None
+
+    def refuses(self, device_type: str, dtype: torch.dtype | None) -> str | None:
+        """Why it cannot take inputs of this kind, or None."""
+        if device_type not in self.device_types:
+            return f"runs on {' and '.join(self.device_types)} tensors, not {device_type}"
+        if dtype is not None and self.dtypes is not None and dtype not in self.dtypes:
+            return f"takes {' or '.join(map(str, self.dtypes))}, not {dtype}"
+        return self.unavailable()
+
+    def load(self) -> Callable[..., Any]:
+        """The function itself; imports its module."""
+        module = importlib.import_module(f".{self.module}", __package__)
+        return getattr(module, self.function)  # type: ignore[no-any-return]
+
+
+# Fastest first: `auto` takes the first one that does not refuse.
+_BACKENDS = (
+    Backend("kda", "fla", "kda.fla", "delta_attention", ("cuda",), LOW_PRECISION, "fla.ops.kda"),
+    Backend("kda", "chunk", "kda.core", "delta_attention_chunk"),
+    Backend("kda", "recurrent", "kda.core", "delta_attention_recurrent"),
+    Backend("short_conv", "fla", "short_conv.fla", "short_conv", ("cuda",), UP_TO_FP32,
+            "fla.modules.causal_conv1d"),
+    Backend("short_conv", "shift", "short_conv.shift", "short_conv"),
+    Backend("short_conv", "reference", "short_conv.reference", "short_conv"),
+    Backend("attn_res", "fla", "attn_res.fla", "attn_res", ("cuda",), UP_TO_FP32, "fla.ops.attnres"),
+    Backend("attn_res", "lean", "attn_res.lean", "attn_res"),
+    Backend("attn_res", "reference", "attn_res.reference", "attn_res"),
+    Backend("situ", "triton", "situ.triton", "situ_glu", ("cuda",), UP_TO_FP32, "triton"),
+    Backend("situ", "lean", "situ.lean", "situ_glu"),
+    Backend("situ", "reference", "situ.reference", "situ_glu"),
+    Backend("attention", "te", "attention.te", "causal_attention", ("cuda",), LOW_PRECISION,
+            "transformer_engine.pytorch"),
+    Backend("attention", "flash", "attention.flash", "causal_attention", ("cuda",), LOW_PRECISION),
+    Backend("attention", "sdpa", "attention.sdpa", "causal_attention"),
+    Backend("attention", "reference", "attention.reference", "causal_attention"),
+)  # fmt: skip
+
+
+@cache
+def resolve(op: str, requested: str, device_type: str, dtype: torch.dtype | None = None) -> Backend:
+    """The backend that runs `op` on tensors of `device_type` (and `dtype`, when given).
+
+    Raises UserError when `requested` is unknown or cannot run here; "auto" takes the fastest that can.
+    """
+    candidates = [backend for backend in _BACKENDS if backend.op == op]
+    assert candidates, f"unknown operator {op}"
+    usable = [b.name for b in candidates if b.refuses(device_type, dtype) is None]
+    if requested == "auto":
+        return next(b for b in candidates if b.name == usable[0])
+    for backend in candidates:
+        if backend.name == requested:
+            if reason := backend.refuses(device_type, dtype):
+                raise UserError(f"model.backends.{op}={requested}: {reason}; use auto or {', '.join(usable)}")
+            return backend
+    names = ", ".join(b.name for b in candidates)
+    raise UserError(f"model.backends.{op}={requested}: no such backend; use auto, {names}")
+
+
+def call(op: str, requested: str, like: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run `op` through the backend that suits the tensor `like`."""
+    return _function(op, requested, like.device.type, like.dtype)(*args, **kwargs)
+
+
+def report() -> list[tuple[str, str, bool, str | None]]:
+    """(operator, backend, can run in this process, why not) for every backend, fastest first."""
+    reasons = [(backend, backend.unavailable()) for backend in _BACKENDS]
+    return [(backend.op, backend.name, reason is None, reason) for backend, reason in reasons]
+
+
+@cache
+def _function(op: str, requested: str, device_type: str, dtype: torch.dtype) -> Callable[..., Any]:
+    return resolve(op, requested, device_type, dtype).load()
+
+
+@cache
+def _import_failure(module: str) -> str | None:
+    """Why `module` cannot be imported, or None; an installed package may still fail to load its libraries."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return f"{module.partition('.')[0]} is not installed"
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # a broken native library raises nearly anything
+        return f"importing {module} failed: {error}".splitlines()[0]
+    return None

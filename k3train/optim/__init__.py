@@ -1,0 +1,1 @@
+"""Optimizers of megatron-core, their schedule, and gradient clipping that no layout changes."""

@@ -1,0 +1,56 @@
+"""The global gradient norm and clipping, the same number in every layout.
+
+Each gradient's own norm is FP32; their squares are summed in FP64, over all ranks in one all-reduce, so
+that the order of the sum is far below what the clipping coefficient can show.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from .build import sub_optimizers
+
+
+def gradients(optimizer: MegatronOptimizer) -> list[tuple[Tensor, bool]]:
+    """(FP32 gradient, belongs to routed experts) of all that this rank's optimizer updates."""
+    return [
+        (parameter.grad, not getattr(parameter, "allreduce", True))
+        for part in sub_optimizers(optimizer)
+        for parameter in part.get_parameters()
+        if parameter.grad is not None
+    ]
+
+
+def gradient_norm(
+    optimizer: MegatronOptimizer, pg_collection: ProcessGroupCollection, *, sharded: bool
+) -> float:
+    """Norm over all parameters of the model; a collective over all ranks.
+
+    Args:
+        optimizer: after `prepare_grads`.
+        sharded: each data-parallel rank holds its own part (ZeRO-1), where otherwise all hold the same.
+    """
+    first_dense = sharded or pg_collection.dp_cp.rank() == 0
+    first_expert = sharded or pg_collection.expt_dp.rank() == 0
+    counted = [grad for grad, expert in gradients(optimizer) if (first_expert if expert else first_dense)]
+    device = counted[0].device if counted else torch.empty(0).device
+    if counted:
+        norms = torch.stack(torch._foreach_norm(counted)).double()
+        total = norms.square().sum()
+    else:
+        total = torch.zeros((), dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return math.sqrt(total.item()) if math.isfinite(total.item()) else math.nan
+
+
+@torch.no_grad()
+def clip_gradients(optimizer: MegatronOptimizer, norm: float, limit: float) -> None:
+    """Scale all gradients so that a finite global norm of `norm` becomes at most `limit` (0: leave them)."""
+    if limit > 0 and norm > limit:
+        torch._foreach_mul_([grad for grad, _ in gradients(optimizer)], limit / (norm + 1e-6))

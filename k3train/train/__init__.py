@@ -1,0 +1,1 @@
+"""The training loop: assembled in one place, stepped in another."""

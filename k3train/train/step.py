@@ -1,0 +1,171 @@
+"""One optimizer step over a list of micro-batches, and the same forward pass for evaluation.
+
+Shapes: b batch, s sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from parallel.groups import Groups
+from parallel.pipeline.schedule import forward_backward
+
+from ..config import Config
+from ..model.decoder import LanguageModelChunk
+from ..ops.packing import Packing
+from ..optim.clip import clip_gradients, gradient_norm
+from .balance import Balance, balance_experts
+
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class Trainer:
+    """Everything one rank needs to take a step, built by `assemble`."""
+
+    config: Config
+    groups: Groups
+    chunks: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    payload_rows: int
+    eod_id: int
+
+    @property
+    def models(self) -> list[LanguageModelChunk]:
+        """The bare chunks."""
+        return unwrap_model(self.chunks)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Sums over the tokens of a step; the same on every rank."""
+
+    loss_sum: float
+    tokens: float
+    mtp_sum: float
+    mtp_tokens: float
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy of the next token, nats."""
+        return self.loss_sum / max(self.tokens, 1)
+
+    @property
+    def mtp_loss(self) -> float | None:
+        """Mean cross-entropy of the token after the next, nats."""
+        return self.mtp_sum / self.mtp_tokens if self.mtp_tokens else None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did; the same on every rank."""
+
+    losses: Losses
+    grad_norm: float
+    learning_rate: float
+    updated: bool
+    balance: Balance
+
+
+def train_step(trainer: Trainer, batches: list[Batch], step: int) -> StepResult:
+    """Forward, backward, clip, update, balance. A step that is not finite updates nothing.
+
+    Args:
+        batches: this rank's micro-batches.
+        step: number of this step, from 1.
+    """
+    optimizer, config = trainer.optimizer, trainer.config
+    for chunk in trainer.chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    losses = run_batches(trainer, batches)
+    optimizer.prepare_grads()
+    groups = trainer.groups.pg_collection
+    norm = gradient_norm(optimizer, groups, sharded=config.parallel.zero == 1)
+    finite = is_finite(losses, norm)
+    trainer.scheduler.num_steps = step
+    trainer.scheduler.step(0)
+    if finite:
+        clip_gradients(optimizer, norm, config.optim.clip_norm)
+        optimizer.step_with_ready_grads()
+    balance = balance_experts(trainer.models, groups, update=finite)
+    return StepResult(losses, norm, _learning_rate(trainer), finite, balance)
+
+
+def is_finite(losses: Losses, norm: float = 0.0) -> bool:
+    """Whether a step may update the weights."""
+    return bool(torch.isfinite(torch.tensor([losses.loss_sum, losses.mtp_sum, norm])).all())
+
+
+@torch.no_grad()
+def evaluate(trainer: Trainer, batches: list[Batch]) -> Losses:
+    """Loss on micro-batches, without a trace in any state."""
+    for chunk in trainer.chunks:
+        chunk.eval()
+    return run_batches(trainer, batches, forward_only=True)
+
+
+def run_batches(trainer: Trainer, batches: list[Batch], *, forward_only: bool = False) -> Losses:
+    """Run the pipeline over micro-batches and sum the losses over all ranks; a collective."""
+    config = trainer.config
+    reported = forward_backward(
+        partial(_forward_step, eod_id=trainer.eod_id, mtp_weight=config.model.mtp_loss_weight),
+        batches,
+        list(trainer.chunks),
+        sequence_length=config.data.sequence_length,
+        micro_batch_size=config.data.micro_batch_size,
+        payload_rows=trainer.payload_rows,
+        pg_collection=trainer.groups.pg_collection,
+        forward_only=forward_only,
+    )
+    total = torch.zeros(4, dtype=torch.float64, device=trainer.groups.device)
+    for sums in reported:
+        total += sums
+    # Only last stages report, and each data-parallel rank its own tokens: a sum over the world is the total.
+    dist.all_reduce(total)
+    return Losses(*total.tolist())
+
+
+def _forward_step(
+    iterator: Iterator[Batch], model: DistributedDataParallel, *, eod_id: int, mtp_weight: float
+) -> tuple[Any, Any]:
+    """megatron-core's forward_step_func: run a chunk on the next micro-batch."""
+    batch = next(iterator)
+    tokens, loss_mask = batch["tokens"], batch["loss_mask"]
+    packing = Packing.from_tokens(tokens, eod_id)
+    output = model(tokens, packing, labels=batch["labels"], loss_mask=loss_mask, valid=batch.get("valid"))
+    return output, partial(_loss, loss_mask=loss_mask, mtp_weight=mtp_weight)
+
+
+def _loss(
+    output: tuple[Tensor, ...], *, loss_mask: Tensor, mtp_weight: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(sum to differentiate, number of tokens, sums to report) of one micro-batch on the last stage."""
+    losses, *mtp = output
+    loss_sum, tokens = (losses * loss_mask).sum(), loss_mask.sum()
+    total = loss_sum
+    sums = [loss_sum, tokens, torch.zeros_like(tokens), torch.zeros_like(tokens)]
+    if mtp:
+        mtp_losses, mtp_mask = mtp
+        sums[2:] = (mtp_losses * mtp_mask).sum(), mtp_mask.sum()
+        total = loss_sum + mtp_weight * sums[2]
+    return total, tokens.int(), torch.stack(sums).detach().double()
+
+
+def _learning_rate(trainer: Trainer) -> float:
+    """The schedule's rate at this step, whichever parameter groups this rank holds."""
+    scheduler = trainer.scheduler
+    return float(scheduler.get_lr({"max_lr": scheduler.max_lr, "min_lr": scheduler.min_lr}))

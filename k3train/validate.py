@@ -1,0 +1,270 @@
+"""Refuses a configuration that cannot work, in one line, before any process group exists. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from . import compatibility
+from .config import Config, fixed_keys, flatten
+from .config_file import load_yaml
+from .errors import UserError
+
+Check = Callable[[Config, int], None]
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "run.device": ("auto", "cpu", "cuda"),
+    "model.dtype": ("float32", "bfloat16"),
+    "model.recompute": ("none", "layer"),
+    "model.mtp_layers": (0, 1),
+    "model.backends.kda": ("auto", "fla", "chunk", "recurrent"),
+    "model.backends.short_conv": ("auto", "fla", "shift", "reference"),
+    "model.backends.attn_res": ("auto", "fla", "lean", "reference"),
+    "model.backends.situ": ("auto", "triton", "lean", "reference"),
+    "model.backends.attention": ("auto", "te", "flash", "sdpa", "reference"),
+    "model.backends.linear": ("auto", "local", "te"),
+    "data.source": ("bundled", "indexed"),
+    "optim.name": ("adamw", "muon"),
+    "log.wandb": ("disabled", "offline", "online"),
+    "parallel.zero": (0, 1, 2),
+}
+
+AT_LEAST: dict[str, float] = {
+    **dict.fromkeys(("run.steps", "run.microbatches", "run.threads"), 1),
+    **dict.fromkeys(
+        (
+            "model.num_layers", "model.hidden_size", "model.vocab_size", "model.vocab_multiple", "model.num_heads",
+            "model.kda_head_dim", "model.short_conv_kernel_size", "model.full_attention_every",
+            "model.q_lora_rank", "model.kv_lora_rank", "model.qk_nope_head_dim", "model.v_head_dim",
+            "model.latent_size", "model.expert_ffn_size", "model.dense_ffn_size", "model.top_k",
+            "model.attn_res_block_size",
+        ),
+        1,
+    ),
+    **dict.fromkeys(
+        (
+            "run.seed", "model.qk_extra_head_dim", "model.num_experts", "model.num_shared_experts",
+            "model.num_dense_layers", "model.mtp_loss_weight", "optim.lr", "optim.weight_decay", "optim.clip_norm",
+            "eval.every", "checkpoint.every", "checkpoint.keep", "log.trace_steps",
+        ),
+        0,
+    ),
+    **dict.fromkeys(("data.sequence_length", "model.balance_bins"), 2),
+    **dict.fromkeys(("data.micro_batch_size", "data.max_bytes"), 1),
+    **dict.fromkeys(("parallel.pipeline", "parallel.virtual", "parallel.expert", "parallel.context"), 1),
+    **dict.fromkeys(("parallel.data", "optim.muon_steps", "eval.batches", "log.every"), 1),
+    **dict.fromkeys(("cluster.nodes", "cluster.ranks_per_node", "cluster.gpus_per_node"), 1),
+    "cluster.signal_seconds": 0,
+}  # fmt: skip
+
+ABOVE_ZERO = (
+    "model.routed_scaling_factor", "model.situ_beta", "model.situ_linear_beta", "model.norm_eps",
+    "model.mla_norm_eps", "model.init_std", "optim.eps", "parallel.timeout_minutes", "cluster.peak_tflops",
+    "cluster.memory_gib", "cluster.link_gbps", "cluster.network_gbps",
+)  # fmt: skip
+
+# Key -> (low, high, whether high itself is allowed). Low always is.
+BETWEEN: dict[str, tuple[float, float, bool]] = {
+    "model.balance_ema": (0.0, 1.0, False),
+    "optim.min_lr_ratio": (0.0, 1.0, True),
+    "optim.warmup_fraction": (0.0, 1.0, True),
+    "optim.beta1": (0.0, 1.0, False),
+    "optim.beta2": (0.0, 1.0, False),
+    "optim.muon_momentum": (0.0, 1.0, False),
+}
+
+MIN_FREE_BYTES = 64 << 20
+
+
+def validate(config: Config, world_size: int, *, inputs: bool = True) -> None:
+    """Check a resolved configuration against `world_size` ranks.
+
+    `inputs=False` leaves files and folders unchecked, for a job that will run elsewhere.
+    Raises UserError for the first problem: key, value and what would be valid.
+    """
+    checks: list[Check] = [
+        _numbers_are_finite, _choices, _ranges, _features, _pipeline, _ranks, _experts, _model, _data, _cluster,
+    ]  # fmt: skip
+    if inputs:
+        checks += [_input_files, _run_folder, _same_run]
+    for check in checks:
+        check(config, world_size)
+
+
+def _refuse(config: Config, key: str, reason: str) -> NoReturn:
+    raise UserError(f"{key}={_shown(flatten(config)[key])}: {reason}")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ",".join(map(str, value)) + "]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _numbers_are_finite(config: Config, world_size: int) -> None:
+    for key, value in flatten(config).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            _refuse(config, key, "must be a finite number")
+
+
+def _choices(config: Config, world_size: int) -> None:
+    values = flatten(config)
+    for key, allowed in CHOICES.items():
+        if values[key] not in allowed:
+            _refuse(config, key, f"valid are {_listed(allowed)}")
+
+
+def _ranges(config: Config, world_size: int) -> None:
+    values = flatten(config)
+    for key, least in AT_LEAST.items():
+        if values[key] is not None and values[key] < least:
+            _refuse(config, key, f"must be at least {least}")
+    for key in ABOVE_ZERO:
+        if values[key] <= 0:
+            _refuse(config, key, "must be above 0")
+    for key, (low, high, closed) in BETWEEN.items():
+        if not low <= values[key] < high and not (closed and values[key] == high):
+            _refuse(config, key, f"must be from {low:g} to {high:g}" + ("" if closed else f", {high:g} excluded"))
+    if config.model.gate_lower_bound >= 0:
+        _refuse(config, "model.gate_lower_bound", "must be below 0: it bounds the log of a decay; K3 has -5.0")
+
+
+def _features(config: Config, world_size: int) -> None:
+    for entry in compatibility.REFUSALS:
+        first, second = compatibility.find(entry.first), compatibility.find(entry.second)
+        if first.active(config) and second.active(config):
+            other = "" if first is second else f" with {second.key}={_shown(flatten(config)[second.key])}"
+            _refuse(config, first.key, f"refused{other}: {entry.why}" if other else entry.why)
+
+
+def _pipeline(config: Config, world_size: int) -> None:
+    parallel, layers = config.parallel, config.model.num_layers
+    chunks = parallel.pipeline * parallel.virtual
+    if parallel.virtual > 1 and parallel.pipeline == 1:
+        _refuse(config, "parallel.virtual", "needs parallel.pipeline above 1; use 1")
+    if parallel.virtual > 1 and config.run.microbatches % parallel.pipeline:
+        reason = f"must be a multiple of parallel.pipeline={parallel.pipeline} with parallel.virtual above 1"
+        _refuse(config, "run.microbatches", reason)
+    if chunks > layers:
+        reason = f"{parallel.pipeline} x {parallel.virtual} chunks need as many layers; model.num_layers={layers}"
+        _refuse(config, "parallel.pipeline", reason)
+    cut = parallel.layers_per_chunk
+    if cut is None:
+        return
+    if len(cut) != chunks:
+        shape = f"parallel.pipeline x parallel.virtual = {parallel.pipeline} x {parallel.virtual}"
+        _refuse(config, "parallel.layers_per_chunk", f"has {len(cut)} chunks; {shape} needs {chunks}")
+    if min(cut) < 1:
+        _refuse(config, "parallel.layers_per_chunk", "every chunk needs at least one layer")
+    if sum(cut) != layers:
+        reason = f"adds up to {sum(cut)} layers; model.num_layers={layers}"
+        _refuse(config, "parallel.layers_per_chunk", reason)
+
+
+def _ranks(config: Config, world_size: int) -> None:
+    parallel = config.parallel
+    assert parallel.data is not None, "the layout has not been resolved"
+    needed = parallel.pipeline * parallel.context * parallel.data
+    if needed != world_size:
+        stages = parallel.pipeline * parallel.context
+        layout = f"pipeline x context x data = {parallel.pipeline} x {parallel.context} x {parallel.data}"
+        key = "parallel.data" if world_size % stages == 0 else "parallel.pipeline"
+        remedy = f"use {world_size // stages}" if key == "parallel.data" else f"use a divisor of {world_size}"
+        _refuse(config, key, f"{layout} = {needed} ranks, but there are {world_size}; {remedy}")
+
+
+def _experts(config: Config, world_size: int) -> None:
+    parallel, experts = config.parallel, config.model.num_experts
+    spread = (parallel.data or 1) * parallel.context
+    valid = [n for n in range(1, min(spread, max(experts, 1)) + 1) if spread % n == 0 and experts % n == 0]
+    if spread % parallel.expert:
+        _refuse(config, "parallel.expert", f"must divide data x context = {spread}; valid are {_listed(valid)}")
+    if experts % parallel.expert:
+        reason = f"must divide model.num_experts={experts}; valid are {_listed(valid)}"
+        _refuse(config, "parallel.expert", reason)
+
+
+def _model(config: Config, world_size: int) -> None:
+    model = config.model
+    if model.num_experts and model.top_k >= model.num_experts:
+        reason = f"must be below model.num_experts={model.num_experts}: the router also reads the next best score"
+        _refuse(config, "model.top_k", reason)
+    if model.num_experts and model.num_dense_layers > model.num_layers:
+        _refuse(config, "model.num_dense_layers", f"at most model.num_layers={model.num_layers}")
+    if model.num_experts and model.latent_size > model.hidden_size:
+        _refuse(config, "model.latent_size", f"at most model.hidden_size={model.hidden_size}; K3 has half of it")
+
+
+def _data(config: Config, world_size: int) -> None:
+    data = config.data
+    if data.source == "bundled":
+        for key in ("train", "valid", "train_weights"):
+            if getattr(data, key):
+                _refuse(config, f"data.{key}", "is read with data=indexed only; add data=indexed or leave it out")
+    elif data.max_bytes is not None:
+        _refuse(config, "data.max_bytes", "cuts the bundled corpus only; leave it out with data=indexed")
+    weights = data.train_weights
+    if weights is not None and len(weights) != len(data.train):
+        _refuse(config, "data.train_weights", f"has {len(weights)} weights for {len(data.train)} prefixes")
+    if weights is not None and (min(weights) < 0 or sum(weights) <= 0):
+        _refuse(config, "data.train_weights", "weights must be at least 0, and one of them above 0")
+
+
+def _cluster(config: Config, world_size: int) -> None:
+    cluster = config.cluster
+    assert cluster.ranks_per_node is not None, "the layout has not been resolved"
+    if cluster.nodes * cluster.ranks_per_node != world_size:
+        reason = f"x cluster.ranks_per_node={cluster.ranks_per_node} differs from the {world_size} ranks of the layout"
+        _refuse(config, "cluster.nodes", reason)
+    if not re.fullmatch(r"(\d+-)?\d{1,2}:\d{2}:\d{2}", cluster.time_limit):
+        _refuse(config, "cluster.time_limit", "write HH:MM:SS or DAYS-HH:MM:SS")
+
+
+def _input_files(config: Config, world_size: int) -> None:
+    data, model = config.data, config.model
+    if data.source == "indexed" and not data.train:
+        _refuse(config, "data.train", "name at least one prefix made by `k3train data prepare`")
+    for key in ("train", "valid"):
+        for prefix in getattr(data, key):
+            missing = [end for end in (".bin", ".idx") if not Path(f"{prefix}{end}").expanduser().is_file()]
+            if missing:
+                _refuse(config, f"data.{key}", f"{prefix}{missing[0]} does not exist; a prefix names a .bin/.idx pair")
+    if data.tokenizer != "byte" and not Path(data.tokenizer).expanduser().exists():
+        _refuse(config, "data.tokenizer", "no such file; use byte, a tokenizer.json or a tiktoken file")
+    from .data.tokenizer import byte_vocab_size, load_tokenizer
+
+    needed = byte_vocab_size() if data.tokenizer == "byte" else load_tokenizer(data.tokenizer).vocab_size
+    if (model.vocab_size or 0) < needed:
+        _refuse(config, "model.vocab_size", f"the tokenizer {data.tokenizer} needs at least {needed}; or leave it out")
+
+
+def _run_folder(config: Config, world_size: int) -> None:
+    folder = Path(config.run.dir).expanduser().absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
+    if not existing.is_dir():
+        _refuse(config, "run.dir", f"{existing} is not a folder; name another")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        _refuse(config, "run.dir", f"{existing} cannot be written; name another folder")
+    free = shutil.disk_usage(existing).free
+    if free < MIN_FREE_BYTES:
+        _refuse(config, "run.dir", f"{free >> 20} MiB are free on its disk; {MIN_FREE_BYTES >> 20} MiB is the least")
+
+
+def _same_run(config: Config, world_size: int) -> None:
+    saved = Path(config.run.dir).expanduser() / "config.yaml"
+    if not config.run.resume or not saved.is_file():
+        return
+    before = fixed_keys(load_yaml(saved))
+    for key, value in fixed_keys(config).items():
+        if value != before[key]:
+            reason = f"the run in {config.run.dir} has {_shown(before[key])}; keep that, or set another run.dir"
+            _refuse(config, key, reason)

@@ -1,0 +1,1 @@
+"""The front door: command line, torchrun, cluster jobs, doctor."""

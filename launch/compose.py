@@ -1,0 +1,108 @@
+"""From `conf/` and command-line overrides to one typed `Config`. Imports no torch."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Mapping, Sequence
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf, open_dict
+
+from k3train.config import Config
+from k3train.config_file import load_yaml, to_yaml
+from k3train.validate import validate
+
+from .overrides import check_overrides, explain, parse
+
+__all__ = ["compose", "load_yaml", "ready", "resolve_layout", "to_yaml", "world_size"]
+
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+def compose(overrides: Sequence[str] = ()) -> Config:
+    """The configuration that `conf/` and `overrides` (Hydra's syntax) describe, interpolations resolved.
+
+    Raises UserError, in one line, for an unknown key or option and for a value of the wrong type.
+    """
+    checked = check_overrides(overrides)
+    GlobalHydra.instance().clear()
+    with explain(overrides), initialize_config_module("conf", version_base="1.3"):
+        tree = hydra_compose("config", checked, return_hydra_config=True)
+        recipe = tree.hydra.runtime.choices.recipe
+        with open_dict(tree):
+            del tree["hydra"]
+        tree.recipe = recipe
+        config = OmegaConf.to_object(tree)
+    assert isinstance(config, Config)
+    return _follow_pipeline(config, {override.key_or_group for override in parse(overrides)})
+
+
+def ready(overrides: Sequence[str], *, inputs: bool = True) -> Config:
+    """Compose, resolve and validate; `inputs=False` leaves files and folders unchecked (plan, job files)."""
+    composed = compose(overrides)
+    ranks = world_size(composed)
+    config = resolve_layout(composed, ranks)
+    validate(config, ranks, inputs=inputs)
+    return config
+
+
+def world_size(config: Config, environ: Mapping[str, str] = os.environ) -> int:
+    """Number of ranks: torchrun's own, else the cluster's, else the least that the layout needs."""
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return int(environ["WORLD_SIZE"])
+    cluster, parallel = config.cluster, config.parallel
+    if cluster.ranks_per_node is not None or cluster.nodes > 1:
+        return cluster.nodes * (cluster.ranks_per_node or cluster.gpus_per_node)
+    context, expert = max(1, parallel.context), max(1, parallel.expert)
+    data = expert // math.gcd(expert, context) if parallel.data is None else parallel.data
+    return max(1, parallel.pipeline) * context * data
+
+
+def resolve_layout(
+    config: Config, world_size: int | None = None, environ: Mapping[str, str] = os.environ
+) -> Config:
+    """A copy with every derived key filled in: data, zero, vocab_size, nodes and ranks_per_node.
+
+    Never refuses a layout (`validate` does); raises UserError when the tokenizer cannot be read.
+    """
+    resolved = copy.deepcopy(config)
+    ranks = _ranks(config, environ) if world_size is None else world_size
+    parallel, cluster, model = resolved.parallel, resolved.cluster, resolved.model
+    if parallel.data is None:
+        parallel.data = max(1, ranks // max(1, parallel.pipeline * parallel.context))
+    if parallel.zero is None:
+        parallel.zero = 0 if resolved.optim.name == "muon" else 1
+    if model.vocab_size is None:
+        model.vocab_size = _vocabulary(resolved.data.tokenizer, max(1, model.vocab_multiple))
+    if "RANK" in environ and "LOCAL_WORLD_SIZE" in environ:
+        cluster.ranks_per_node = int(environ["LOCAL_WORLD_SIZE"])
+        cluster.nodes = max(1, ranks // cluster.ranks_per_node)
+    elif cluster.ranks_per_node is None:
+        cluster.ranks_per_node = max(1, ranks // max(1, cluster.nodes))
+    return resolved
+
+
+def _vocabulary(tokenizer: str, multiple: int) -> int:
+    """Number of token ids, special ones included, rounded up to `multiple`."""
+    from k3train.data.tokenizer import byte_vocab_size, load_tokenizer
+
+    size = byte_vocab_size() if tokenizer == "byte" else load_tokenizer(tokenizer).vocab_size
+    return math.ceil(size / multiple) * multiple
+
+
+_ranks = world_size
+
+
+def _follow_pipeline(config: Config, given: set[str]) -> Config:
+    """One stage has one chunk: a recipe's own cut falls away with its pipeline, unless it was asked for."""
+    if "parallel.pipeline" in given and config.parallel.pipeline == 1:
+        if "parallel.virtual" not in given:
+            config.parallel.virtual = 1
+        if "parallel.layers_per_chunk" not in given:
+            config.parallel.layers_per_chunk = None
+    return config

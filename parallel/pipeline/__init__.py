@@ -1,0 +1,1 @@
+"""How micro-batches move through pipeline stages."""
