@@ -18,10 +18,15 @@ class RunConfig:
     """What is run, where it is kept, and for how long."""
 
     name: str = "run"
+    """Name shown in logs and dashboards; `recipe` when left out."""
     dir: str = "runs/${run.name}"
+    """Folder of the configuration, metrics and checkpoints."""
     steps: int = 100
+    """Optimizer steps of the whole run, those before a resume included."""
     seed: int = 1234
+    """Seed of the weights and of the order of the data."""
     resume: bool = True
+    """Continue from the newest complete checkpoint in `run.dir`, if there is one."""
     microbatches: int = 4
     """Micro-batches per optimizer step on each data-parallel rank."""
     device: str = "auto"

@@ -5,34 +5,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from importlib import resources
-from pathlib import Path
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from k3train.errors import UserError
 
+from .groups import groups
 from .schema import keys, sections
-
-
-@cache
-def groups() -> dict[str, list[str]]:
-    """Config group -> the options shipped in `conf/`."""
-    root = Path(str(resources.files("conf")))
-    folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("_"))
-    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
-
-
-def summary(group: str, option: str) -> str:
-    """The first sentence of a group file's leading comment."""
-    text = (Path(str(resources.files("conf"))) / group / f"{option}.yaml").read_text()
-    lines = [line[1:].strip() for line in text.splitlines() if line.startswith("#") and "@package" not in line]
-    return " ".join(lines)
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
@@ -66,7 +49,7 @@ def explain(overrides: Sequence[str]) -> Iterator[None]:
 def closest(name: str, candidates: Sequence[str]) -> str:
     """`; did you mean X?` for the candidate nearest to `name`, or nothing."""
     near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
-    if not near:  # a right leaf in the wrong section
+    if not near and name:  # a right leaf in the wrong section
         near = [key for key in candidates if key.rpartition(".")[2] == name.rpartition(".")[2]][:1]
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -76,21 +59,31 @@ def _checked(override: Override) -> str:
     if override.is_delete():
         raise UserError(f"{text}: keys cannot be removed; set another value, or null where the key allows it")
     if override.is_sweep_override():
-        raise UserError(f"{text}: several values sweep, which needs -m; quote a value that holds a comma")
+        raise UserError(f"{text}: several values make a sweep, which needs -m")
+    if override.package is not None:
+        raise UserError(f"{text}: packages are not overridden here; write {key}=...")
     if key.startswith("hydra."):
         return text
-    if key in groups() and isinstance(override.value(), str):
-        _check_option(key, str(override.value()))
-    elif _mapping_of(key):
+    if key in groups() and not isinstance(override.value(), dict):
+        _check_option(key, override.value())
+    elif key in keys() and keys()[key].is_mapping or _mapping_of(key):
         return f"++{text.lstrip('+')}"
-    elif key not in keys() and key not in sections():
+    elif key in sections():
+        _check_section(text, key, override.value())
+    elif key not in keys():
         raise UserError(f"{text}: no such key{closest(key, [*keys(), *groups()])}")
     return text.lstrip("+")
 
 
-def _check_option(group: str, option: str) -> None:
+def _check_option(group: str, option: object) -> None:
     if option not in groups()[group]:
         raise UserError(f"{group}={option}: no such {group}; valid are {', '.join(groups()[group])}")
+
+
+def _check_section(text: str, section: str, value: object) -> None:
+    if not isinstance(value, dict):
+        example = next(key for key in keys() if key.startswith(f"{section}."))
+        raise UserError(f"{text}: {section} is a section; set one of its keys, for example {example}=...")
 
 
 def _mapping_of(key: str) -> bool:
@@ -105,9 +98,9 @@ def _one_line(error: Exception, overrides: list[Override]) -> str:
         cause = cause.__cause__
     full_key = str(getattr(cause, "full_key", None) or "")
     name = full_key.partition("[")[0]
-    given = [str(o.input_line) for o in overrides if o.key_or_group == name]
+    given = [str(override.input_line) for override in overrides if override.key_or_group == name]
     first = str(cause).splitlines()[0]
-    if name in keys():
-        return f"{given[-1] if given else name}: expected {keys()[name].expected}" + ("" if given else f" ({first})")
+    if isinstance(cause, ValidationError) and name in keys():
+        return f"{given[-1]}: expected {keys()[name].expected}" if given else f"{name}: {first}"
     where = f"{given[-1]}: " if given else f"{full_key}: " if full_key and full_key not in first else ""
-    return f"{where}{first}{closest(full_key, list(keys())) if full_key else ''}"
+    return f"{where}{first}{closest(full_key, list(keys())) if name not in keys() else ''}"

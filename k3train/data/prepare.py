@@ -11,9 +11,9 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ class Shard:
 
     number: int
     pieces: tuple[Piece, ...]
-    size: int = field(compare=False)
+    size: int
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def build_part(job: Job, shard: Shard, progress: Any) -> None:
                 if text:
                     tokens = encoder.encode_array(text, dtype)
                     output.write(tokens)
-                    output.write(dtype(encoder.eod_id))
+                    output.write(dtype(encoder.eod_id).tobytes())
                     lengths.append(tokens.size + 1)
                     text_bytes += len(text.encode())
                 else:
@@ -157,16 +157,14 @@ def build_part(job: Job, shard: Shard, progress: Any) -> None:
 def _plan_shards(files: list[Path], shard_bytes: int) -> list[Shard]:
     shards: list[Shard] = []
     pieces: list[Piece] = []
+    size = 0
     for piece in (piece for path in files for piece in cut(path, shard_bytes)):
         pieces.append(piece)
-        if sum(entry.size for entry in pieces) >= shard_bytes:
-            shards.append(_shard(len(shards), pieces))
-            pieces = []
-    return [*shards, _shard(len(shards), pieces)] if pieces else shards
-
-
-def _shard(number: int, pieces: list[Piece]) -> Shard:
-    return Shard(number, tuple(pieces), sum(piece.size for piece in pieces))
+        size += piece.size
+        if size >= shard_bytes:
+            shards.append(Shard(len(shards), tuple(pieces), size))
+            pieces, size = [], 0
+    return [*shards, Shard(len(shards), tuple(pieces), size)] if pieces else shards
 
 
 def _recipe(files: list[Path], encoder: Tokenizer, text_key: str, shard_bytes: int) -> str:
@@ -205,34 +203,25 @@ def _already_made(prefix: str, recipe: str) -> PreparedInfo | None:
         return None
 
 
-class _parts_folder:
+@contextmanager
+def _parts_folder(prefix: str, recipe: str, resume: bool) -> Iterator[Path]:
     """`<prefix>.parts`, locked, holding parts of `recipe` only; removed when the work is complete."""
-
-    def __init__(self, prefix: str, recipe: str, resume: bool) -> None:
-        self.folder = Path(f"{prefix}.parts")
-        self.recipe = recipe
-        self.resume = resume
-
-    def __enter__(self) -> Path:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = file_lock(self.folder / "lock", wait=False)
+    folder = Path(f"{prefix}.parts")
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
         try:
-            self.lock.__enter__()
+            stack.enter_context(file_lock(folder / "lock", wait=False))
         except BlockingIOError:
-            raise UserError(f"{self.folder} is in use: another `data prepare` writes this prefix") from None
-        manifest = self.folder / "manifest.json"
+            raise UserError(f"{folder} is in use: another `data prepare` writes this prefix") from None
+        manifest = folder / "manifest.json"
         kept = json.loads(manifest.read_text()) if manifest.is_file() else None
-        if not self.resume or kept != {"recipe": self.recipe}:
-            for path in self.folder.iterdir():
+        if not resume or kept != {"recipe": recipe}:
+            for path in folder.iterdir():
                 if path.name != "lock":
                     path.unlink()
-            _write_json(manifest, {"recipe": self.recipe})
-        return self.folder
-
-    def __exit__(self, kind: Any, *details: Any) -> None:
-        if kind is None:
-            shutil.rmtree(self.folder)
-        self.lock.__exit__(None, None, None)
+            _write_json(manifest, {"recipe": recipe})
+        yield folder
+        shutil.rmtree(folder)
 
 
 def _part_is_whole(folder: Path, number: int) -> bool:

@@ -18,14 +18,13 @@ import rich.progress
 from ..errors import UserError
 
 REFRESH_SECONDS = 0.2
-BYTES, TOKENS, STOP = range(3)
 
 
 class Sized(Protocol):
     """Work of which the size in bytes is known."""
 
-    number: int
-    size: int
+    @property
+    def size(self) -> int: ...
 
 
 class Stopped(Exception):
@@ -34,6 +33,31 @@ class Stopped(Exception):
 
 # (job, shard, report): `report(bytes, tokens)` counts what was done, and raises Stopped to end the work.
 Work = Callable[[Any, Any, Callable[[int, int], None]], None]
+
+
+class Counters:
+    """Bytes and tokens done, in memory that processes share: a slot for each shard, so that none needs a lock."""
+
+    def __init__(self, num_shards: int) -> None:
+        self.values = multiprocessing.RawArray("q", 2 * num_shards + 1)
+
+    def add(self, slot: int, num_bytes: int, num_tokens: int) -> None:
+        """Count work done on the shard of `slot`."""
+        self.values[2 * slot] += num_bytes
+        self.values[2 * slot + 1] += num_tokens
+
+    def totals(self) -> tuple[int, int]:
+        """Bytes and tokens over all shards."""
+        return sum(self.values[:-1:2]), sum(self.values[1:-1:2])
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return bool(self.values[-1])
+
+    def stop(self) -> None:
+        """Ask every worker to give up."""
+        self.values[-1] = 1
 
 
 class Progress:
@@ -45,7 +69,7 @@ class Progress:
         self.shown = shown
 
     @contextmanager
-    def bar(self, counters: Any) -> Iterator[Callable[[], None]]:
+    def bar(self, counters: Counters) -> Iterator[Callable[[], None]]:
         """A function that brings the bar up to date with `counters`."""
         columns = (
             rich.progress.TextColumn("preparing"),
@@ -59,7 +83,8 @@ class Progress:
             task = display.add_task("", total=self.total, completed=self.kept, tokens=0)
 
             def refresh() -> None:
-                display.update(task, completed=self.kept + counters[BYTES], tokens=counters[TOKENS])
+                num_bytes, num_tokens = counters.totals()
+                display.update(task, completed=self.kept + num_bytes, tokens=num_tokens)
 
             yield refresh
             refresh()
@@ -72,14 +97,14 @@ def run_shards(work: Work, job: Any, shards: Sequence[Sized], workers: int, prog
         UserError: a worker died.
     """
     workers = min(workers, len(shards))
+    counters = Counters(len(shards))
     if workers <= 1:
-        _run_here(work, job, shards, progress)
+        _run_here(work, job, shards, counters, progress)
         return
     # Spawned, so that no thread or lock of the caller is copied half-way.
     context = multiprocessing.get_context("spawn")
-    counters = context.Array("q", 3)
     with ProcessPoolExecutor(workers, context, _start_worker, (counters,)) as pool:
-        futures = {pool.submit(_run_in_worker, work, job, shard): shard.number for shard in shards}
+        futures = [pool.submit(_run_in_worker, work, job, shard, slot) for slot, shard in enumerate(shards)]
         try:
             with progress.bar(counters) as refresh:
                 _wait(futures, refresh)
@@ -88,49 +113,42 @@ def run_shards(work: Work, job: Any, shards: Sequence[Sized], workers: int, prog
                 "a worker process died (out of memory?); finished parts are kept, run again with fewer workers"
             ) from error
         finally:
-            counters[STOP] = 1
+            counters.stop()
             pool.shutdown(cancel_futures=True)
 
 
-def _run_here(work: Work, job: Any, shards: Sequence[Sized], progress: Progress) -> None:
-    counters = [0, 0, 0]
+def _run_here(work: Work, job: Any, shards: Sequence[Sized], counters: Counters, progress: Progress) -> None:
     with progress.bar(counters) as refresh:
         shown = time.monotonic()
+        for slot, shard in enumerate(shards):
 
-        def report(num_bytes: int, num_tokens: int) -> None:
-            nonlocal shown
-            counters[BYTES] += num_bytes
-            counters[TOKENS] += num_tokens
-            if time.monotonic() - shown > REFRESH_SECONDS:
-                refresh()
-                shown = time.monotonic()
+            def report(num_bytes: int, num_tokens: int, slot: int = slot) -> None:
+                nonlocal shown
+                counters.add(slot, num_bytes, num_tokens)
+                if time.monotonic() - shown > REFRESH_SECONDS:
+                    refresh()
+                    shown = time.monotonic()
 
-        for shard in shards:
             work(job, shard, report)
 
 
-def _wait(futures: dict[Future[None], int], refresh: Callable[[], None]) -> None:
+def _wait(futures: list[Future[None]], refresh: Callable[[], None]) -> None:
     waiting: set[Future[None]] = set(futures)
-    while waiting:
+    failed = False
+    while waiting and not failed:
         done, waiting = wait(waiting, REFRESH_SECONDS, FIRST_EXCEPTION)
+        failed = any(future.exception() for future in done)
         refresh()
-        if any(future.exception() for future in done):
-            break
-    # A shard ahead of the failed one may fail too; its error is the one to show.
-    failed = min((number for future, number in futures.items() if _failed(future)), default=None)
-    for future, number in sorted(futures.items(), key=lambda entry: entry[1]):
-        if failed is not None and number <= failed:
+    if failed:
+        # A shard ahead of the failed one, still running, may fail too; the first in order is the one to show.
+        for future in futures:
             future.result()
 
 
-def _failed(future: Future[None]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is not None
+_counters: Counters | None = None
 
 
-_counters: Any = None
-
-
-def _start_worker(counters: Any) -> None:
+def _start_worker(counters: Counters) -> None:
     global _counters
     _counters = counters
     # The caller decides what Ctrl-C means; a worker whose caller was killed must not stay behind.
@@ -146,12 +164,13 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
-def _run_in_worker(work: Work, job: Any, shard: Any) -> None:
+def _run_in_worker(work: Work, job: Any, shard: Any, slot: int) -> None:
+    counters = _counters
+    assert counters is not None
+
     def report(num_bytes: int, num_tokens: int) -> None:
-        with _counters.get_lock():
-            _counters[BYTES] += num_bytes
-            _counters[TOKENS] += num_tokens
-        if _counters[STOP]:
+        counters.add(slot, num_bytes, num_tokens)
+        if counters.stopped:
             raise Stopped
 
     work(job, shard, report)

@@ -1,12 +1,10 @@
 """The global gradient norm and clipping, the same number in every layout.
 
-Each gradient's own norm is FP32; their squares are summed in FP64, over all ranks in one all-reduce, so
-that the order of the sum is far below what the clipping coefficient can show.
+Each gradient's own norm is FP32; their squares are summed in FP64, over all ranks in one all-reduce, and
+the result is rounded to FP32, which hides the order of the sum.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.distributed as dist
@@ -28,9 +26,13 @@ def gradients(optimizer: MegatronOptimizer) -> list[tuple[Tensor, bool]]:
 
 
 def gradient_norm(
-    optimizer: MegatronOptimizer, pg_collection: ProcessGroupCollection, *, sharded: bool
+    optimizer: MegatronOptimizer,
+    pg_collection: ProcessGroupCollection,
+    device: torch.device,
+    *,
+    sharded: bool,
 ) -> float:
-    """Norm over all parameters of the model; a collective over all ranks.
+    """Norm over all parameters of the model, a FP32 value; a collective over all ranks.
 
     Args:
         optimizer: after `prepare_grads`.
@@ -39,14 +41,11 @@ def gradient_norm(
     first_dense = sharded or pg_collection.dp_cp.rank() == 0
     first_expert = sharded or pg_collection.expt_dp.rank() == 0
     counted = [grad for grad, expert in gradients(optimizer) if (first_expert if expert else first_dense)]
-    device = counted[0].device if counted else torch.empty(0).device
+    total = torch.zeros((), dtype=torch.float64, device=device)
     if counted:
-        norms = torch.stack(torch._foreach_norm(counted)).double()
-        total = norms.square().sum()
-    else:
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        total += torch.stack(torch._foreach_norm(counted)).double().square().sum()
     dist.all_reduce(total)
-    return math.sqrt(total.item()) if math.isfinite(total.item()) else math.nan
+    return total.sqrt().float().item()
 
 
 @torch.no_grad()

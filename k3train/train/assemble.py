@@ -34,7 +34,7 @@ def topology(config: Config) -> Topology:
     )
 
 
-def build_trainer(config: Config, groups: Groups, eod_id: int) -> Trainer:
+def build_trainer(config: Config, groups: Groups) -> Trainer:
     """Model chunks, optimizer and schedule of this rank, at their initial state."""
     parallel = config.parallel
     cuts = split_layers(
@@ -50,7 +50,6 @@ def build_trainer(config: Config, groups: Groups, eod_id: int) -> Trainer:
         optimizer=optimizer,
         scheduler=build_scheduler(config, optimizer),
         payload_rows=rows,
-        eod_id=eod_id,
     )
 
 

@@ -23,11 +23,11 @@ from parallel.pipeline.schedule import forward_backward
 
 from ..config import Config
 from ..model.decoder import LanguageModelChunk
-from ..ops.packing import Packing
 from ..optim.clip import clip_gradients, gradient_norm
 from .balance import Balance, balance_experts
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]
+"""One micro-batch: tokens, labels int64 [b, s]; loss_mask FP32 [b, s]; sample_ids int64 [b]; packing."""
 
 
 @dataclass
@@ -40,7 +40,6 @@ class Trainer:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     payload_rows: int
-    eod_id: int
 
     @property
     def models(self) -> list[LanguageModelChunk]:
@@ -94,7 +93,7 @@ def train_step(trainer: Trainer, batches: list[Batch], step: int) -> StepResult:
     losses = run_batches(trainer, batches)
     optimizer.prepare_grads()
     groups = trainer.groups.pg_collection
-    norm = gradient_norm(optimizer, groups, sharded=config.parallel.zero == 1)
+    norm = gradient_norm(optimizer, groups, trainer.groups.device, sharded=config.parallel.zero == 1)
     finite = is_finite(losses, norm)
     trainer.scheduler.num_steps = step
     trainer.scheduler.step(0)
@@ -122,7 +121,7 @@ def run_batches(trainer: Trainer, batches: list[Batch], *, forward_only: bool = 
     """Run the pipeline over micro-batches and sum the losses over all ranks; a collective."""
     config = trainer.config
     reported = forward_backward(
-        partial(_forward_step, eod_id=trainer.eod_id, mtp_weight=config.model.mtp_loss_weight),
+        partial(_forward_step, mtp_weight=config.model.mtp_loss_weight),
         batches,
         list(trainer.chunks),
         sequence_length=config.data.sequence_length,
@@ -140,13 +139,18 @@ def run_batches(trainer: Trainer, batches: list[Batch], *, forward_only: bool = 
 
 
 def _forward_step(
-    iterator: Iterator[Batch], model: DistributedDataParallel, *, eod_id: int, mtp_weight: float
+    iterator: Iterator[Batch], model: DistributedDataParallel, *, mtp_weight: float
 ) -> tuple[Any, Any]:
     """megatron-core's forward_step_func: run a chunk on the next micro-batch."""
     batch = next(iterator)
-    tokens, loss_mask = batch["tokens"], batch["loss_mask"]
-    packing = Packing.from_tokens(tokens, eod_id)
-    output = model(tokens, packing, labels=batch["labels"], loss_mask=loss_mask, valid=batch.get("valid"))
+    loss_mask = batch["loss_mask"]
+    output = model(
+        batch["tokens"],
+        batch["packing"],
+        labels=batch["labels"],
+        loss_mask=loss_mask,
+        valid=batch.get("valid"),
+    )
     return output, partial(_loss, loss_mask=loss_mask, mtp_weight=mtp_weight)
 
 

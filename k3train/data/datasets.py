@@ -1,0 +1,114 @@
+"""The training and the validation samples that a `data` configuration names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..errors import UserError
+from .blend import Blend
+from .bundled import bundled_corpus
+from .indexed import IndexedCorpus, open_corpus
+from .packed import PackedWindows, Sample
+from .prepare import read_info
+from .tokenizer import Tokenizer
+
+# Training and validation draw from different streams even when they name the same corpus.
+TRAIN_SALT, VALID_SALT = 0, 1 << 32
+
+
+class DataKeys(Protocol):
+    """The keys of the `data` section that are read here."""
+
+    source: str
+    train: list[str]
+    train_weights: list[float] | None
+    valid: list[str]
+    cache_dir: str | None
+    max_bytes: int | None
+
+
+class Samples:
+    """The first `num_samples` of a blend. Sample `i` depends on the corpora, the weights and the seed only."""
+
+    def __init__(self, blend: Blend, num_samples: int) -> None:
+        self.blend = blend
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Sample:
+        """tokens [s] int64, labels [s] int64, loss_mask [s] float32, sample_id int."""
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} of {self.num_samples}")
+        return self.blend[index]
+
+
+def build_datasets(
+    data: DataKeys,
+    tokenizer: Tokenizer,
+    sequence_length: int,
+    seed: int,
+    num_train_samples: int,
+    num_valid_samples: int,
+) -> tuple[Samples, Samples | None]:
+    """Training and validation samples; the latter None when none are asked for.
+
+    Raises:
+        UserError: a corpus is missing, torn or of another tokenizer; weights do not fit; a list is empty.
+    """
+    if data.source == "bundled":
+        train_prefix, valid_prefix = bundled_corpus(tokenizer, data.cache_dir, data.max_bytes)
+        train, valid, weights = [train_prefix], [valid_prefix], None
+    else:
+        train, valid, weights = data.train, data.valid, data.train_weights
+    if not train:
+        raise UserError("data.train is empty; name the prefixes that `k3train data prepare` made")
+    if not valid and num_valid_samples:
+        raise UserError("data.valid is empty; name at least one prefix for the validation loss")
+
+    def samples(prefixes: list[str], weights: list[float] | None, salt: int, count: int) -> Samples:
+        blend = _blend(prefixes, weights, tokenizer, sequence_length, seed + salt)
+        return Samples(blend, count)
+
+    return (
+        samples(train, weights, TRAIN_SALT, num_train_samples),
+        samples(valid, None, VALID_SALT, num_valid_samples) if num_valid_samples else None,
+    )
+
+
+def _blend(
+    prefixes: list[str], weights: list[float] | None, tokenizer: Tokenizer, sequence_length: int, seed: int
+) -> Blend:
+    if weights is not None:
+        _check_weights(prefixes, weights)
+    corpora = [_open(prefix, tokenizer) for prefix in prefixes]
+    windows = [
+        PackedWindows(
+            corpus, sequence_length, seed=seed, vocab_size=tokenizer.vocab_size, pad_id=tokenizer.pad_id
+        )
+        for corpus in corpora
+    ]
+    return Blend(windows, weights or [corpus.num_tokens for corpus in corpora])
+
+
+def _open(prefix: str, tokenizer: Tokenizer) -> IndexedCorpus:
+    info = read_info(prefix)
+    if info is not None and info.fingerprint != tokenizer.fingerprint:
+        raise UserError(
+            f"{prefix} was prepared with tokenizer {info.tokenizer} ({info.fingerprint}), and data.tokenizer is "
+            f"{tokenizer.fingerprint}; use that tokenizer or prepare it again"
+        )
+    return open_corpus(prefix)
+
+
+def _check_weights(prefixes: Sequence[str], weights: Sequence[float]) -> None:
+    if len(weights) != len(prefixes):
+        raise UserError(
+            f"data.train_weights has {len(weights)} numbers for {len(prefixes)} prefixes in data.train"
+        )
+    for weight in weights:
+        if not (math.isfinite(weight) and weight > 0):
+            raise UserError(f"data.train_weights holds {weight}; valid: positive numbers")

@@ -1,0 +1,81 @@
+"""Documents packed back to back into windows, endlessly, each window a pure function of its index.
+
+Every epoch puts the documents into a new order, cuts the stream into windows and shuffles those. Nothing
+depends on how many samples a run asks for, so a run that is extended sees the same data as one that was
+longer from the start; megatron-core's GPTDataset shuffles all its epochs together and cannot promise that.
+Letters: s sequence, d documents, w windows of an epoch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import UserError
+from .indexed import IndexedCorpus
+
+Sample = dict[str, Any]
+
+
+class PackedWindows:
+    """Sample `i` of one corpus: s + 1 tokens that give s inputs and s labels.
+
+    The tokens behind the last whole window of an epoch are dropped; another order drops others. A corpus
+    shorter than one window gives that one window, padded, with `loss_mask` 0 where the label is padding.
+    """
+
+    def __init__(
+        self, corpus: IndexedCorpus, sequence_length: int, *, seed: int, vocab_size: int, pad_id: int
+    ) -> None:
+        if corpus.num_tokens < 2:
+            raise UserError(f"{corpus.prefix} holds {corpus.num_tokens} tokens: too few to predict one")
+        self.corpus = corpus
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.vocab_size = vocab_size
+        self.pad_id = pad_id
+        self.windows_per_epoch = max(1, (corpus.num_tokens - 1) // sequence_length)
+        self._epoch = -1
+
+    def __getitem__(self, index: int) -> Sample:
+        """tokens [s] int64, labels [s] int64, loss_mask [s] float32, sample_id."""
+        epoch, position = divmod(index, self.windows_per_epoch)
+        self._shuffle(epoch)
+        window = self._read(int(self._windows[position]) * self.sequence_length)  # [s + 1]
+        if window.max() >= self.vocab_size:
+            raise UserError(
+                f"{self.corpus.prefix} holds token {window.max()} where data.tokenizer has {self.vocab_size}: "
+                "it was prepared with another tokenizer"
+            )
+        missing = self.sequence_length + 1 - window.size
+        loss_mask = np.ones(self.sequence_length, np.float32)
+        if missing > 0:
+            loss_mask[-missing:] = 0
+            window = np.concatenate((window, np.full(missing, self.pad_id)))
+        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": loss_mask, "sample_id": index}
+
+    def _shuffle(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            return
+        # RandomState's streams are frozen by NumPy's policy; those of Generator may change.
+        random = np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF, epoch])
+        self._documents = random.permutation(len(self.corpus))  # [d]
+        self._ends = np.cumsum(self.corpus.lengths[self._documents], dtype=np.int64)  # [d]
+        self._windows = random.permutation(self.windows_per_epoch)  # [w]
+        self._epoch = epoch
+
+    def _read(self, start: int) -> npt.NDArray[np.int64]:
+        """Up to s + 1 tokens of this epoch's stream from `start` on."""
+        left = self.sequence_length + 1
+        row = int(np.searchsorted(self._ends, start, side="right"))
+        parts = []
+        while left and row < len(self.corpus):
+            document = int(self._documents[row])
+            length = int(self.corpus.lengths[document])
+            first = max(0, start - int(self._ends[row]) + length)
+            parts.append(self.corpus.read(document, first, min(length, first + left)))
+            left -= parts[-1].size
+            row += 1
+        return np.concatenate(parts).astype(np.int64)

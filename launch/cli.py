@@ -1,0 +1,81 @@
+"""The `k3train` command: finds the verb, runs it, and turns user errors into one line and exit status 2."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from k3train.errors import UserError
+
+HELP_FLAGS = ("-h", "--help", "help")
+MODULES = {
+    "train": "train", "plan": "plan", "doctor": "doctor", "data": "data", "sample": "sample", "report": "report",
+}  # fmt: skip
+LAUNCHERS = ("slurm", "kubernetes")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (the process's own by default); the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in HELP_FLAGS:
+        from .help import general
+
+        print(general())
+        return 0
+    if arguments[0] == "--version":
+        print(_version())
+        return 0
+    return run_verb(arguments[0], arguments[1:])
+
+
+def run_verb(verb: str, arguments: Sequence[str]) -> int:
+    """Run one verb; the exit status."""
+    try:
+        return _dispatch(verb, list(arguments))
+    except UserError as error:
+        print(f"k3train: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of a pipe left
+        sys.stderr.close()
+        return 1
+    except KeyboardInterrupt:
+        print("k3train: interrupted", file=sys.stderr)
+        return 1
+
+
+def _dispatch(verb: str, arguments: list[str]) -> int:
+    if verb not in (*MODULES, "launch"):
+        import difflib
+
+        near = difflib.get_close_matches(verb, [*MODULES, "launch"], n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"{verb}: no such verb{hint} (valid are {', '.join([*MODULES, 'launch'])})")
+    if set(HELP_FLAGS[:2]) & set(arguments):
+        from .help import verb as help_of
+
+        print(help_of(verb))
+        return 0
+    module = MODULES[verb] if verb != "launch" else _launcher(arguments)
+    return int(importlib.import_module(f".{module}", __package__).main(arguments))
+
+
+def _launcher(arguments: list[str]) -> str:
+    """Take the launcher's name off the arguments."""
+    name = arguments.pop(0) if arguments else "nothing"
+    if name not in LAUNCHERS:
+        raise UserError(f"launch: {name} is no launcher; valid are {', '.join(LAUNCHERS)}")
+    return name
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"k3train {version('k3train')}"
+    except PackageNotFoundError:
+        return "k3train (not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

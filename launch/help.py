@@ -1,0 +1,78 @@
+"""The texts of `--help`. Imports neither Hydra nor torch, so that they appear at once."""
+
+from __future__ import annotations
+
+import textwrap
+
+from .groups import groups, summary
+from .schema import keys
+
+VERBS = {
+    "train": "train a recipe, on as many ranks of this machine as its layout needs",
+    "plan": "parameters, memory, traffic and step time of a configuration, without running it",
+    "doctor": "what is installed here, what is used, and why not",
+    "data prepare": "turn .jsonl, .txt and .parquet files into training data",
+    "sample": "continue text from a checkpoint",
+    "report": "write a run's curves as one HTML page",
+    "launch": "write a Slurm job or a Kubernetes manifest for a configuration",
+}
+
+USAGE = {
+    "train": "k3train train [-m] [OVERRIDE...]\n\n"
+    "  -m, --multirun   one run after another over lists and ranges: optim.lr=1e-3,2e-3 run.seed=range(0,3)",
+    "plan": "k3train plan [--json] [OVERRIDE...]\n\n  --json   one JSON object on standard output",
+    "doctor": "k3train doctor",
+    "sample": 'k3train sample RUN prompt="def " [tokens=200] [temperature=0.8] [top_p=0.95] [seed=0]',
+    "report": "k3train report RUN...",
+    "launch": "k3train launch slurm|kubernetes [OVERRIDE...]",
+}
+
+TAKES_OVERRIDES = ("train", "plan", "launch")
+
+COMMON = (
+    "run.dir", "run.steps", "run.seed", "run.microbatches", "run.resume", "checkpoint.every", "parallel.pipeline",
+    "parallel.virtual", "parallel.expert", "parallel.data", "parallel.zero", "optim.lr", "log.wandb",
+)  # fmt: skip
+
+
+def general() -> str:
+    """`k3train --help`."""
+    verbs = "\n".join(f"  {verb:<14}{line}" for verb, line in VERBS.items())
+    return (
+        "usage: k3train VERB [OVERRIDE...]\n\n"
+        f"{verbs}\n\n{overrides()}\n\n"
+        "k3train VERB --help says more; --version prints the version. Exit status: 0 done, or interrupted and\n"
+        "saved; 2 refused configuration or input; 1 anything else."
+    )
+
+
+def verb(name: str) -> str:
+    """`k3train VERB --help`."""
+    if name == "data":
+        from .data import parser
+
+        return parser().format_help().rstrip()
+    text = f"usage: {USAGE[name]}\n\n{VERBS[name]}"
+    return f"{text}\n\n{overrides()}" if name in TAKES_OVERRIDES else text
+
+
+def overrides() -> str:
+    """The recipes, the groups and the keys that are set most."""
+    recipes = "\n".join(
+        textwrap.fill(summary("recipe", name), 108, initial_indent=f"  {name:<18}", subsequent_indent=" " * 20)
+        for name in groups()["recipe"]
+    )
+    options = "\n".join(f"  {name:<12}{', '.join(values)}" for name, values in groups().items() if name != "recipe")
+    common = "\n".join(_described(name) for name in COMMON)
+    return (
+        f"recipes (recipe=NAME)\n{recipes}\n\ngroups (GROUP=NAME)\n{options}\n\n"
+        f"keys set most (KEY=VALUE; all are in docs/configuration.md)\n{common}"
+    )
+
+
+def _described(name: str) -> str:
+    key = keys()[name]
+    default = "derived" if key.default is None else str(key.default)
+    default = default.lower() if isinstance(key.default, bool) else default
+    meaning = key.meaning or f"expects {key.expected}"
+    return textwrap.fill(meaning, 108, initial_indent=f"  {name + '=' + default:<32}", subsequent_indent=" " * 34)

@@ -1,0 +1,72 @@
+"""`k3train train`, and `python -m launch.train`, which is the same on one rank or under torchrun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+from k3train.config import Config
+from k3train.errors import UserError
+
+from . import status
+from .compose import ready
+from .signals import defer_until_loop, follow_parent
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The front door: refuse early, then train here or start as many ranks as the layout needs."""
+    if {"-m", "--multirun"} & set(arguments):
+        from .multirun import sweep
+
+        return sweep([argument for argument in arguments if argument not in ("-m", "--multirun")])
+    config = ready(arguments)
+    cluster = config.cluster
+    assert cluster.ranks_per_node is not None
+    if "RANK" in os.environ or cluster.nodes * cluster.ranks_per_node == 1:
+        return _train(config)
+    if cluster.nodes > 1:
+        raise UserError(
+            f"cluster.nodes={cluster.nodes}: `k3train train` starts one machine; "
+            f"use `k3train launch slurm` or torchrun --nnodes {cluster.nodes} -m launch.train"
+        )
+    from .torchrun import run_standalone
+
+    return run_standalone(cluster.ranks_per_node, config.run.threads, arguments)
+
+
+def worker(arguments: Sequence[str]) -> int:
+    """One rank under torchrun: train, and leave the agent a note of how it ended."""
+    rank = int(os.environ["RANK"])
+    heard = status.write(status.WorkerStatus(rank, os.getpid()))
+    defer_until_loop()
+    if heard:
+        follow_parent(signal.SIGTERM)
+    message = ""
+    try:
+        code = _train(ready(arguments))
+    except UserError as error:
+        code, message = 2, str(error)
+        if not heard:
+            print(f"k3train: {message}", file=sys.stderr)
+    except Exception:
+        code = 1
+        traceback.print_exc()
+    status.write(status.WorkerStatus(rank, os.getpid(), code, message))
+    return code
+
+
+def _train(config: Config) -> int:
+    os.environ["OMP_NUM_THREADS"] = str(config.run.threads)
+    defer_until_loop()
+    from k3train.train.loop import train
+
+    return train(config)
+
+
+if __name__ == "__main__":
+    from .cli import run_verb
+
+    sys.exit(worker(sys.argv[1:]) if "RANK" in os.environ else run_verb("train", sys.argv[1:]))

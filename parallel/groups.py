@@ -1,0 +1,116 @@
+"""Process groups of a run: torch.distributed and megatron-core's, started and ended in one place."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from .topology import LayoutError, Topology
+
+
+class RankMismatchError(ValueError):
+    """Ranks were started with different configurations."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's place, and megatron-core's groups around it."""
+
+    topology: Topology
+    pg_collection: ProcessGroupCollection
+    device: torch.device
+    rank: int
+
+    @property
+    def is_first(self) -> bool:
+        """The rank that speaks and writes for all."""
+        return self.rank == 0
+
+
+def initialize(topology: Topology, *, device: str = "auto", timeout_minutes: float, seed: int) -> Groups:
+    """Join the other ranks, which torchrun's environment variables name; alone without them.
+
+    Args:
+        topology: its world size must be the number of processes.
+        device: auto, cpu or cuda.
+        timeout_minutes: after which a collective that misses a rank fails.
+        seed: of megatron-core's random states; nothing in the model draws from them.
+
+    Raises:
+        LayoutError: the number of processes or the device does not fit.
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world_size != topology.world_size:
+        raise LayoutError(f"the layout needs {topology.world_size} ranks, {world_size} were started")
+    place = _device(device)
+    if "MASTER_ADDR" not in os.environ:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(_free_port())
+    dist.init_process_group(
+        "nccl" if place.type == "cuda" else "gloo",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(minutes=timeout_minutes),
+        device_id=place if place.type == "cuda" else None,
+    )
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=topology.pipeline,
+        virtual_pipeline_model_parallel_size=topology.virtual if topology.virtual > 1 else None,
+        context_parallel_size=topology.context,
+        expert_model_parallel_size=topology.expert,
+        expert_tensor_parallel_size=1,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=max(1, round(timeout_minutes)),
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return Groups(topology, ProcessGroupCollection.use_mpu_process_groups(), place, rank)
+
+
+def destroy() -> None:
+    """Leave all groups."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def assert_same_everywhere(name: str, digest: str) -> None:
+    """Compare a digest over all ranks; a collective.
+
+    Raises:
+        RankMismatchError: on every rank, naming the ranks that differ from rank 0.
+    """
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, digest)
+    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if different:
+        raise RankMismatchError(
+            f"the {name} of rank 0 and of ranks {different} differ; start every node with the same command"
+        )
+
+
+def _device(wanted: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise LayoutError("run.device=cuda, but torch sees no GPU here; use run.device=cpu or auto")
+    if wanted == "cpu" and available:
+        raise LayoutError("run.device=cpu on a machine with a GPU; hide it with CUDA_VISIBLE_DEVICES= first")
+    if not available:
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if local_rank >= torch.cuda.device_count():
+        raise LayoutError(f"local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()}")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
