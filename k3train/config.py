@@ -63,6 +63,7 @@ class ModelConfig:
     kda_head_dim: int = 64
     short_conv_kernel_size: int = 4
     gate_lower_bound: float = -5.0
+    """Least log-decay of a KDA channel in one token."""
     full_attention_every: int = 4
     """Every n-th layer is Gated MLA, and so is the last one; the others are KDA."""
     q_lora_rank: int = 96
@@ -74,8 +75,11 @@ class ModelConfig:
     num_experts: int = 32
     """Routed experts of a layer; 0 makes every layer dense."""
     top_k: int = 4
+    """Routed experts that a token visits."""
     num_shared_experts: int = 2
+    """Experts that every token visits, held as one FFN."""
     latent_size: int = 128
+    """Width at which tokens travel to the routed experts."""
     expert_ffn_size: int = 96
     dense_ffn_size: int = 1056
     num_dense_layers: int = 1
@@ -89,6 +93,7 @@ class ModelConfig:
     mla_norm_eps: float = 1e-6
     """Epsilon of the two RMSNorms inside MLA, which differs from every other norm of the model."""
     mtp_layers: int = 1
+    """Multi-token-prediction layers behind the decoder: 0 or 1."""
     mtp_loss_weight: float = 0.1
     init_std: float = 0.02
     balance_bins: int = 1000
@@ -110,10 +115,13 @@ class DataConfig:
     train: list[str] = field(default_factory=list)
     """Prefixes of .bin/.idx pairs, made by `k3train data prepare`."""
     train_weights: list[float] | None = None
+    """Shares of the prefixes in the blend; their sizes when left out."""
     valid: list[str] = field(default_factory=list)
+    """Prefixes of the validation split; without any, a share of `train` is held out."""
     tokenizer: str = "byte"
     """byte, or the path of a Hugging Face tokenizer.json or of a tiktoken file."""
     sequence_length: int = 256
+    """Tokens in one packed sequence."""
     micro_batch_size: int = 1
     """Sequences in one micro-batch."""
     max_bytes: int | None = None
@@ -127,10 +135,13 @@ class ParallelConfig:
     """How the work is spread over ranks."""
 
     pipeline: int = 1
+    """Pipeline stages."""
     virtual: int = 1
     """Model chunks on each pipeline rank."""
     expert: int = 1
+    """Ranks that share the experts of a layer; divides data x context."""
     context: int = 1
+    """Ranks that share a sequence."""
     data: int | None = None
     """Data-parallel size; derived from the number of ranks when left out."""
     zero: int | None = None
@@ -148,9 +159,11 @@ class OptimConfig:
     name: str = "adamw"
     """adamw, or muon (matrices by Muon with Moonlight's scale, the rest by AdamW)."""
     lr: float = 2e-3
+    """Learning rate at its peak, after warm-up; cosine decay from there."""
     min_lr_ratio: float = 0.1
     """Learning rate at the last step as a share of `lr`."""
     warmup_fraction: float = 0.01
+    """Share of the steps over which the rate rises linearly from 0."""
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
@@ -183,6 +196,7 @@ class CheckpointConfig:
     keep: int = 2
     """Newest checkpoints to keep; 0 keeps all."""
     asynchronous: bool = True
+    """Write in the background while training goes on."""
 
 
 @dataclass
@@ -190,6 +204,7 @@ class LogConfig:
     """What is reported, and to whom. `metrics.jsonl` is always written."""
 
     every: int = 1
+    """Steps between lines of metrics."""
     progress: bool = True
     tensorboard: bool = True
     wandb: str = "disabled"
@@ -206,11 +221,13 @@ class ClusterConfig:
 
     name: str = "local"
     nodes: int = 1
+    """Machines."""
     gpus_per_node: int = 1
     """Ranks that one node can hold; the ranks of each node when there are several nodes."""
     ranks_per_node: int | None = None
     """Processes on each node, one per GPU; derived from the layout on one node when left out."""
     gpu: str = "cpu"
+    """Name of the accelerator, for reports and job files."""
     peak_tflops: float = 0.1
     """Dense BF16 peak of one rank, the denominator of MFU."""
     memory_gib: float = 12.0
@@ -222,6 +239,7 @@ class ClusterConfig:
     partition: str | None = None
     account: str | None = None
     time_limit: str = "24:00:00"
+    """HH:MM:SS or DAYS-HH:MM:SS."""
     signal_seconds: int = 300
     """Slurm sends SIGUSR1 this long before the time limit."""
     image: str | None = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 
 from .config import ModelConfig
-from .shapes import layer_kinds, vocab_rows
+from .shapes import block_starts, layer_kinds, vocab_rows
 
 KDA_CHUNK = 64
 BACKWARD_OVER_FORWARD = 2
@@ -45,7 +45,7 @@ def output_flops(model: ModelConfig, sequence_length: int) -> dict[str, float]:
     """Forward FLOPs after the last decoder layer for one token: output site, head, MTP."""
     d = model.hidden_size
     head = 2.0 * d * vocab_rows(model)
-    sources = -(-model.num_layers // model.attn_res_block_size) + 1
+    sources = block_starts(model, model.num_layers) + 1
     counts = {"attn_res": 6.0 * d * sources, "head": head}
     if model.mtp_layers:
         layer = _sublayer_flops(model, layer_kinds(model)[-1], sequence_length)
@@ -55,8 +55,7 @@ def output_flops(model: ModelConfig, sequence_length: int) -> dict[str, float]:
 
 def site_sources(model: ModelConfig, layer: int) -> tuple[int, int]:
     """Sources that the attention and the MLP site of a layer mix; each costs its square, its logit, its share."""
-    before = -(-layer // model.attn_res_block_size)
-    after = layer // model.attn_res_block_size + 1
+    before, after = block_starts(model, layer), block_starts(model, layer + 1)
     return (before + 1 if before else 0), after + 1
 
 

@@ -61,6 +61,16 @@ def layer_kinds(model: ModelConfig) -> list[tuple[str, str]]:
     ]
 
 
+def block_starts(model: ModelConfig, layer: int) -> int:
+    """AttnRes blocks that have started before decoder layer `layer` (0-based): the rows of the bank."""
+    return math.ceil(layer / model.attn_res_block_size)
+
+
+def payload_rows(model: ModelConfig, cuts: list[range]) -> int:
+    """Rows of hidden_size in a message between stages: the widest bank at any cut, and the running sum."""
+    return max((block_starts(model, cut.start) + 1 for cut in cuts if cut.start), default=1)
+
+
 def vocab_rows(model: ModelConfig, tokenizer_vocab: int | None = None) -> int:
     """Rows of the embedding and of the head.
 

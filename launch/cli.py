@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -9,9 +10,7 @@ from collections.abc import Sequence
 from k3train.errors import UserError
 
 HELP_FLAGS = ("-h", "--help", "help")
-MODULES = {
-    "train": "train", "plan": "plan", "doctor": "doctor", "data": "data", "sample": "sample", "report": "report",
-}  # fmt: skip
+VERBS = ("train", "plan", "doctor", "data", "sample", "report", "launch")
 LAUNCHERS = ("slurm", "kubernetes")
 
 
@@ -45,18 +44,16 @@ def run_verb(verb: str, arguments: Sequence[str]) -> int:
 
 
 def _dispatch(verb: str, arguments: list[str]) -> int:
-    if verb not in (*MODULES, "launch"):
-        import difflib
-
-        near = difflib.get_close_matches(verb, [*MODULES, "launch"], n=1)
+    if verb not in VERBS:
+        near = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"{verb}: no such verb{hint} (valid are {', '.join([*MODULES, 'launch'])})")
+        raise UserError(f"{verb}: no such verb{hint} (valid are {', '.join(VERBS)})")
     if set(HELP_FLAGS[:2]) & set(arguments):
         from .help import verb as help_of
 
         print(help_of(verb))
         return 0
-    module = MODULES[verb] if verb != "launch" else _launcher(arguments)
+    module = _launcher(arguments) if verb == "launch" else verb
     return int(importlib.import_module(f".{module}", __package__).main(arguments))
 
 

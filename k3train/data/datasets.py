@@ -30,7 +30,7 @@ class DataKeys(Protocol):
 
 
 class Samples:
-    """The first `num_samples` of a blend. Sample `i` depends on the corpora, the weights and the seed only."""
+    """The first `num_samples` of a blend; each depends on the corpora, the weights and the seed only."""
 
     def __init__(self, blend: Blend, num_samples: int) -> None:
         self.blend = blend
@@ -98,8 +98,8 @@ def _open(prefix: str, tokenizer: Tokenizer) -> IndexedCorpus:
     info = read_info(prefix)
     if info is not None and info.fingerprint != tokenizer.fingerprint:
         raise UserError(
-            f"{prefix} was prepared with tokenizer {info.tokenizer} ({info.fingerprint}), and data.tokenizer is "
-            f"{tokenizer.fingerprint}; use that tokenizer or prepare it again"
+            f"{prefix} was prepared with tokenizer {info.tokenizer} ({info.fingerprint}), and "
+            f"data.tokenizer is {tokenizer.fingerprint}; use that tokenizer or prepare it again"
         )
     return open_corpus(prefix)
 

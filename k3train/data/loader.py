@@ -18,6 +18,8 @@ from .packed import Sample
 
 Batch = dict[str, torch.Tensor]
 POLL_SECONDS = 0.1
+# A read that hangs on a dead file system must not hold up the exit.
+JOIN_SECONDS = 5.0
 
 
 class Dataset(Protocol):
@@ -113,10 +115,9 @@ class BatchLoader:
         self._queue = queue.Queue(self.prefetch)
 
     def _start(self) -> None:
-        first = self.consumed_samples + self.data_parallel_rank * self.micro_batch_size * self.num_microbatches
-        ids = _sample_ids(
-            first, self._microbatch, self.micro_batch_size, self.num_microbatches, self.global_batch_size
-        )
+        b, num_microbatches = self.micro_batch_size, self.num_microbatches
+        first = self.consumed_samples + self.data_parallel_rank * b * num_microbatches
+        ids = _sample_ids(first, self._microbatch, b, num_microbatches, self.global_batch_size)
         stop = threading.Event()
         thread = threading.Thread(
             target=_read_ahead, args=(self.dataset, ids, self._queue, stop), name="batches", daemon=True
@@ -171,4 +172,4 @@ def _read_ahead(
 def _end(thread: threading.Thread, stop: threading.Event) -> None:
     stop.set()
     if thread is not threading.current_thread():
-        thread.join()
+        thread.join(JOIN_SECONDS)

@@ -29,16 +29,17 @@ def byte_bigram_loss(
         ValueError: the vocabulary is too large for a table of pairs, or there is nothing to predict.
     """
     if vocab_size > LARGEST_VOCABULARY:
-        raise ValueError(f"vocabulary {vocab_size} is above {LARGEST_VOCABULARY}, too large for a bigram table")
-    pairs = [np.asarray(window) for window in windows]
-    tested = sum(_pair_counts(window, vocab_size) for window in pairs)
+        raise ValueError(f"vocabulary {vocab_size} is too large for a table of pairs: {LARGEST_VOCABULARY}")
+    tested = np.zeros((vocab_size, vocab_size), np.int64)  # [v, v]
+    for window in windows:
+        tested += _pair_counts(np.asarray(window), vocab_size)
     if not np.any(tested):
         raise ValueError("no validation window has two tokens")
     counts = _pair_counts(train, vocab_size)  # [v, v]
     seen = tested > 0
     contexts = counts.sum(axis=1, keepdims=True)  # [v, 1]
     losses = [
-        np.sum(tested[seen] * (np.log(contexts + k * vocab_size) - np.log(counts + k))[seen]) for k in smoothing
+        np.sum((tested * (np.log(contexts + k * vocab_size) - np.log(counts + k)))[seen]) for k in smoothing
     ]
     return float(min(losses) / np.sum(tested))
 

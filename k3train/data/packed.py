@@ -46,8 +46,8 @@ class PackedWindows:
         window = self._read(int(self._windows[position]) * self.sequence_length)  # [s + 1]
         if window.max() >= self.vocab_size:
             raise UserError(
-                f"{self.corpus.prefix} holds token {window.max()} where data.tokenizer has {self.vocab_size}: "
-                "it was prepared with another tokenizer"
+                f"{self.corpus.prefix} holds token {window.max()}, and data.tokenizer has "
+                f"{self.vocab_size} ids: prepare it with that tokenizer"
             )
         missing = self.sequence_length + 1 - window.size
         loss_mask = np.ones(self.sequence_length, np.float32)

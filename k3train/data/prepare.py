@@ -100,7 +100,7 @@ def prepare(
     if workers < 1:
         raise UserError(f"workers={workers}; valid: 1 or more")
     if not Path(output_prefix).name or Path(output_prefix).is_dir():
-        raise UserError(f"output prefix {output_prefix!r} is a folder; name the files in it, as in data/train")
+        raise UserError(f"output prefix {output_prefix!r} is a folder; name files in it, as in data/train")
     encoder = load_tokenizer(tokenizer)
     try:
         files = find_inputs(inputs)
@@ -190,7 +190,9 @@ def _already_made(prefix: str, recipe: str) -> PreparedInfo | None:
     if info is None:
         taken = [name for name in (f"{prefix}.bin", f"{prefix}.idx") if Path(name).exists()]
         if len(taken) == 2:
-            raise UserError(f"{taken[0]} exists, made elsewhere; choose another prefix, or resume=false to replace")
+            raise UserError(
+                f"{taken[0]} exists, made elsewhere; choose another prefix, or resume=false to replace it"
+            )
         return None
     if info.recipe != recipe:
         raise UserError(

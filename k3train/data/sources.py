@@ -36,7 +36,7 @@ class Piece:
 
 
 def find_inputs(inputs: Iterable[str]) -> list[Path]:
-    """The files that `inputs` (files, folders, globs) name: in the order given, sorted within a folder or glob.
+    """The files that `inputs` (files, folders, globs) name, in the order given, sorted within each.
 
     Raises:
         UserError: nothing matches, a file is of an unknown kind, or a file is named twice.
@@ -57,6 +57,7 @@ def find_inputs(inputs: Iterable[str]) -> list[Path]:
 def cut(path: Path, piece_bytes: int) -> list[Piece]:
     """Cut one file into pieces of about `piece_bytes`, where its format allows."""
     kind, size = file_kind(path), path.stat().st_size
+    assert kind is not None
     if kind == "parquet":
         return _cut_parquet(path, piece_bytes)
     if kind == "jsonl" and path.suffix not in COMPRESSIONS:
@@ -194,7 +195,8 @@ def _read_txt(piece: Piece, text_key: str) -> Iterator[tuple[str, int]]:
         yield content.decode("utf-8-sig"), piece.size
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{piece.path}, line {line}: byte {error.start + 1} of the file is not UTF-8") from error
+        place = f"{piece.path}, line {line}"
+        raise UserError(f"{place}: byte {error.start + 1} of the file is not UTF-8") from error
 
 
 def _read_parquet(piece: Piece, text_key: str) -> Iterator[tuple[str, int]]:

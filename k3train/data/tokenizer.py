@@ -19,7 +19,7 @@ FOLDER_FILES = ("tokenizer.json", "tiktoken.model")
 END_NAMES = ("<|eod|>", "[EOS]", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOD]")
 PAD_NAMES = ("<|pad|>", "[PAD]", "<pad>")
 
-# Words with their leading mark or space, Han runs apart, at most three digits, line ends with what precedes them.
+# Words with their leading mark or space, Han runs apart, at most three digits, line ends kept together.
 LETTER = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
 SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 SPLIT_PATTERN = "|".join(

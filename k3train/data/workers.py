@@ -36,7 +36,7 @@ Work = Callable[[Any, Any, Callable[[int, int], None]], None]
 
 
 class Counters:
-    """Bytes and tokens done, in memory that processes share: a slot for each shard, so that none needs a lock."""
+    """Bytes and tokens done, in memory that processes share: a slot for each shard, so no lock."""
 
     def __init__(self, num_shards: int) -> None:
         self.values = multiprocessing.RawArray("q", 2 * num_shards + 1)
@@ -110,7 +110,7 @@ def run_shards(work: Work, job: Any, shards: Sequence[Sized], workers: int, prog
                 _wait(futures, refresh)
         except BrokenProcessPool as error:
             raise UserError(
-                "a worker process died (out of memory?); finished parts are kept, run again with fewer workers"
+                "a worker process died (out of memory?); finished parts are kept, try fewer workers"
             ) from error
         finally:
             counters.stop()

@@ -5,7 +5,9 @@ Shapes: b batch, s sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +30,14 @@ from .balance import Balance, balance_experts
 
 Batch = dict[str, Any]
 """One micro-batch: tokens, labels int64 [b, s]; loss_mask FP32 [b, s]; sample_ids int64 [b]; packing."""
+
+
+Phase = Callable[[str, int], AbstractContextManager[Any]]
+
+
+def unmeasured(name: str, step: int) -> AbstractContextManager[Any]:
+    """A phase that nobody times."""
+    return nullcontext()
 
 
 @dataclass
@@ -78,35 +88,34 @@ class StepResult:
     balance: Balance
 
 
-def train_step(trainer: Trainer, batches: list[Batch], step: int) -> StepResult:
+def train_step(trainer: Trainer, batches: list[Batch], step: int, phase: Phase = unmeasured) -> StepResult:
     """Forward, backward, clip, update, balance. A step that is not finite updates nothing.
 
     Args:
         batches: this rank's micro-batches.
         step: number of this step, from 1.
+        phase: context manager around each named phase, to time it.
     """
-    optimizer, config = trainer.optimizer, trainer.config
+    optimizer, config, groups = trainer.optimizer, trainer.config, trainer.groups
     for chunk in trainer.chunks:
         chunk.train()
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    losses = run_batches(trainer, batches)
-    optimizer.prepare_grads()
-    groups = trainer.groups.pg_collection
-    norm = gradient_norm(optimizer, groups, trainer.groups.device, sharded=config.parallel.zero == 1)
-    finite = is_finite(losses, norm)
-    trainer.scheduler.num_steps = step
-    trainer.scheduler.step(0)
-    if finite:
-        clip_gradients(optimizer, norm, config.optim.clip_norm)
-        optimizer.step_with_ready_grads()
-    balance = balance_experts(trainer.models, groups, update=finite)
+    with phase("forward_backward", step):
+        losses = run_batches(trainer, batches)
+    with phase("optimizer", step):
+        optimizer.prepare_grads()
+        sharded = config.parallel.zero == 1
+        norm = gradient_norm(optimizer, groups.pg_collection, groups.device, sharded=sharded)
+        finite = all(math.isfinite(value) for value in (losses.loss_sum, losses.mtp_sum, norm))
+        trainer.scheduler.num_steps = step
+        trainer.scheduler.step(0)
+        if finite:
+            clip_gradients(optimizer, norm, config.optim.clip_norm)
+            optimizer.step_with_ready_grads()
+    with phase("balance", step):
+        balance = balance_experts(trainer.models, groups.pg_collection, update=finite)
     return StepResult(losses, norm, _learning_rate(trainer), finite, balance)
-
-
-def is_finite(losses: Losses, norm: float = 0.0) -> bool:
-    """Whether a step may update the weights."""
-    return bool(torch.isfinite(torch.tensor([losses.loss_sum, losses.mtp_sum, norm])).all())
 
 
 @torch.no_grad()

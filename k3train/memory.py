@@ -1,0 +1,173 @@
+"""Bytes that one rank holds, by kind, from the configuration alone.
+
+States are exact but for the padding of shards. Activations are those that autograd keeps with the fast
+backends, experts evenly loaded; they are estimates. Letters as in `shapes`, and a for the bytes of one
+element of the model's dtype, t for the tokens of a micro-batch on one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from parallel.pipeline.simulate import peak_held
+from parallel.topology import Topology
+
+from .config import Config, ModelConfig
+from .flops import KDA_CHUNK
+from .shapes import BYTES, Parameter, compact_parameters, layer_kinds, vocab_rows
+
+
+def rank_memory(config: Config, topology: Topology, cuts: list[range], payload_rows: int) -> list[dict[str, int]]:
+    """Bytes by kind for a rank of each pipeline stage; ranks of one stage hold equally much."""
+    owned: list[list[Parameter]] = [[] for _ in range(topology.pipeline)]
+    for entry in compact_parameters(config.model):
+        owned[stage_of(entry, cuts) % topology.pipeline].append(entry)
+    held = saved_bytes(config, cuts, payload_rows)
+    ledgers = []
+    for rank, entries in enumerate(owned):
+        bank, activations = peak_held(held, rank, topology.pipeline, config.run.microbatches)
+        stages = range(rank, len(cuts), topology.pipeline)
+        ledgers.append(
+            {
+                **_states(config, topology, entries),
+                "activations": int(activations),
+                "attn_res_bank": int(bank),
+                "workspace": _workspace(config, topology, [cuts[stage] for stage in stages], payload_rows),
+                "logits": _logits(config) if len(cuts) - 1 in stages else 0,
+                "balance_histograms": sum(e.kind == "router" for e in entries) * _counters(config.model),
+            }
+        )
+    return ledgers
+
+
+def stage_of(entry: Parameter, cuts: list[range]) -> int:
+    """Position in the forward pass of the chunk that holds a parameter."""
+    if entry.layer is not None:
+        return next(stage for stage, layers in enumerate(cuts) if entry.layer in layers)
+    return 0 if entry.kind == "embedding" else len(cuts) - 1
+
+
+def local_numel(entry: Parameter, topology: Topology) -> int:
+    """Elements of an entry on one of the ranks that hold it."""
+    return entry.numel // topology.expert if entry.kind == "expert" else entry.numel
+
+
+def replicas(entry: Parameter, topology: Topology) -> int:
+    """Ranks of a stage that hold the same elements of an entry and sum its gradient."""
+    return topology.expert_data if entry.kind == "expert" else topology.data * topology.context
+
+
+def tokens_per_microbatch(config: Config) -> int:
+    """Tokens of one micro-batch on one rank."""
+    return config.data.micro_batch_size * config.data.sequence_length // config.parallel.context
+
+
+def element_bytes(model: ModelConfig) -> int:
+    """Bytes of one activation element."""
+    return {"float32": 4, "bfloat16": 2}[model.dtype]
+
+
+def _states(config: Config, topology: Topology, entries: list[Parameter]) -> dict[str, int]:
+    """Parameters, FP32 gradients, FP32 master copies of BF16 parameters, moments."""
+    sizes = dict.fromkeys(("parameters", "gradients", "master_weights", "optimizer_states"), 0)
+    for entry in entries:
+        numel = local_numel(entry, topology)
+        sizes["parameters"] += numel * BYTES[entry.dtype]
+        if not entry.trainable:
+            continue
+        shard = math.ceil(numel / replicas(entry, topology)) if config.parallel.zero == 1 else numel
+        sizes["gradients"] += 4 * numel
+        sizes["master_weights"] += 4 * shard if entry.dtype == "bf16" else 0
+        sizes["optimizer_states"] += 4 * shard * _moments(config, entry)
+    return sizes
+
+
+def _moments(config: Config, entry: Parameter) -> int:
+    by_muon = (
+        config.optim.name == "muon" and len(entry.shape) == 2 and entry.kind not in ("embedding", "head")
+    )
+    return 1 if by_muon else 2
+
+
+def saved_bytes(config: Config, cuts: list[range], payload_rows: int) -> list[tuple[int, int]]:
+    """(AttnRes rows received, everything else) that each stage keeps for the backward of one micro-batch."""
+    model, tokens = config.model, tokens_per_microbatch(config)
+    row = tokens * model.hidden_size * element_bytes(model)
+    kinds = layer_kinds(model)
+    saved = []
+    for stage, layers in enumerate(cuts):
+        kept = sum(
+            row if model.recompute == "layer" else tokens * layer_bytes(model, kinds[layer]) for layer in layers
+        )
+        if stage == len(cuts) - 1:
+            kept += row * 2 + _mtp_saved(model, tokens, row)
+        saved.append((row * (payload_rows if stage else 1), kept))
+    return saved
+
+
+def _mtp_saved(model: ModelConfig, tokens: int, row: int) -> int:
+    """Shifted embedding, its norm and the other half of the fusion (two rows), the layer, the final norm."""
+    if not model.mtp_layers:
+        return 0
+    layer = row if model.recompute == "layer" else tokens * layer_bytes(model, layer_kinds(model)[-1])
+    return row * (1 + 2 + 2) + layer
+
+
+def layer_bytes(model: ModelConfig, kind: tuple[str, str]) -> int:
+    """Bytes that one decoder layer keeps for its backward for each token, without recomputation."""
+    attention, mlp = kind
+    core = _kda_bytes(model) if attention == "kda" else _mla_bytes(model)
+    ffn = _moe_bytes(model) if mlp == "moe" else 3 * model.dense_ffn_size * element_bytes(model)
+    # Of each sublayer the mixture, its norm, and the running sum that later sites read.
+    around = 2 * 3 * model.hidden_size * element_bytes(model)
+    return around + core + ffn
+
+
+def _kda_bytes(model: ModelConfig) -> int:
+    channels = model.num_heads * model.kda_head_dim
+    # Inputs, outputs and normalised forms of q, k (v has no third), output, its norm, gate logits, gate, product.
+    rows = (3 + 3 + 2) * channels + 5 * channels
+    decay = model.kda_head_dim + channels
+    chunk = 2 * model.num_heads * KDA_CHUNK
+    return (rows + decay + chunk) * element_bytes(model) + 4 * (channels + model.num_heads)
+
+
+def _mla_bytes(model: ModelConfig) -> int:
+    heads, values = model.num_heads, model.num_heads * model.v_head_dim
+    query = heads * (model.qk_nope_head_dim + model.qk_extra_head_dim)
+    latents = 2 * model.q_lora_rank + 2 * model.kv_lora_rank + model.qk_extra_head_dim
+    # Query, key, value, attention output, gate logits, gate and their product; a log-sum for each head.
+    return (latents + 2 * query + 5 * values) * element_bytes(model) + 4 * heads
+
+
+def _moe_bytes(model: ModelConfig) -> int:
+    latent, width, k = model.latent_size, model.expert_ffn_size, model.top_k
+    # Sorted and received rows, then gate, up and activation; the combined rows are FP32, as is the router's input.
+    routed = k * (2 * latent + 3 * width) * element_bytes(model) + 4 * k * latent
+    shared = 3 * model.num_shared_experts * width * element_bytes(model)
+    router = 4 * model.hidden_size + (4 + 4 + 1) * model.num_experts
+    return routed + shared + router + 3 * latent * element_bytes(model)
+
+
+def _workspace(config: Config, topology: Topology, chunks: list[range], payload_rows: int) -> int:
+    """Transient: the layer that is being recomputed, and the payload on its way out with two gradients."""
+    model, tokens = config.model, tokens_per_microbatch(config)
+    kinds = layer_kinds(model)
+    layers: Iterator[int] = (layer_bytes(model, kinds[layer]) for chunk in chunks for layer in chunk)
+    again = tokens * max(layers) if model.recompute == "layer" else 0
+    rows = 3 * payload_rows if topology.pipeline > 1 else 0
+    return again + rows * tokens * model.hidden_size * element_bytes(model)
+
+
+def _logits(config: Config) -> int:
+    """Logits, their FP32 copy and exponentials of each head pass, and the gradients of one."""
+    model = config.model
+    passes = 2 if model.mtp_layers else 1
+    kept, gradient = element_bytes(model) + 8, element_bytes(model) + 4
+    return tokens_per_microbatch(config) * vocab_rows(model) * (passes * kept + gradient)
+
+
+def _counters(model: ModelConfig) -> int:
+    """int32 histogram and two int64 loads of one router, and the copy that is summed over ranks."""
+    return 2 * model.num_experts * (4 * model.balance_bins + 2 * 8)

@@ -1,0 +1,233 @@
+"""A run from its first step, or its last checkpoint, to its end."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel.groups import assert_same_everywhere, initialize
+
+from .. import flops
+from ..checkpoint.manager import CheckpointManager
+from ..config import Config, digest, fixed_keys
+from ..config_file import to_yaml
+from ..log import trace as tracing
+from ..log.metrics import replace_file
+from ..log.progress import Progress
+from ..log.report import write_report
+from ..log.trace import Trace
+from ..log.tracker import Tracker
+from . import summary
+from .assemble import build_trainer, set_numerics, topology
+from .diagnose import explain_nonfinite
+from .inputs import Inputs
+from .measure import step_metrics
+from .signals import StopRequest
+from .step import Batch, StepResult, evaluate, train_step
+
+
+class Session:
+    """One process's part of a run. Every method is called on every rank, in the same order."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.stop = StopRequest()
+        self.started = time.time()
+        set_numerics(config)
+        self.groups = initialize(
+            topology(config),
+            device=config.run.device,
+            timeout_minutes=config.parallel.timeout_minutes,
+            seed=config.run.seed,
+        )
+        assert_same_everywhere("configuration", digest(config))
+        self.run_dir = Path(config.run.dir)
+        self.progress: Progress | None = None
+        self.inputs = Inputs(config, self.groups)
+        self.trainer = build_trainer(config, self.groups)
+        self.checkpoints = CheckpointManager(
+            self.run_dir / "checkpoints",
+            groups=self.groups,
+            keep=config.checkpoint.keep,
+            asynchronous=config.checkpoint.asynchronous,
+            fixed=fixed_keys(config),
+            message=self._say,
+        )
+        self.step = 0
+        self.saved_step: int | None = None
+        self.skipped = 0
+        self.last: dict[str, Any] = {}
+
+    def run(self) -> None:
+        """Train to `run.steps`, or until a stop signal; either way the state is saved before it returns."""
+        resumed = self._resume()
+        if self.step >= self.config.run.steps:
+            self._say(
+                f"{self.run_dir} is complete at step {self.step}: raise run.steps to go on, "
+                "or choose another run.dir to start anew"
+            )
+            self.inputs.close()
+            return
+        self._open_logs(resumed)
+        self.progress = Progress(
+            self.config.run.steps,
+            start=self.step,
+            writer=self.groups.is_first,
+            steps_shown=self.config.log.progress,
+        )
+        try:
+            with self.progress:
+                self._train(self.progress)
+                self._finish()
+        finally:
+            self.inputs.close()
+            self.tracker.close()
+            self.stop.restore()
+
+    def _say(self, text: str) -> None:
+        """Print a line on the first rank, above the progress bar when there is one."""
+        if self.progress is not None:
+            self.progress.message(text)
+        elif self.groups.is_first:
+            print(text, flush=True)
+
+    def _resume(self) -> bool:
+        extra = self.checkpoints.load(self.trainer.chunks, self.trainer.optimizer)
+        if extra is None:
+            return False
+        self.step = self.saved_step = extra["step"]
+        self.skipped = extra["skipped"]
+        self.inputs.seek(self.step)
+        self._say(f"continuing {self.run_dir} behind step {self.step}")
+        return True
+
+    def _open_logs(self, resumed: bool) -> None:
+        if self.groups.is_first:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            replace_file(self.run_dir / "config.yaml", to_yaml(self.config).encode())
+        self.tracker = Tracker(
+            self.config,
+            self.run_dir,
+            resume_step=self.step,
+            writer=self.groups.is_first,
+            warn=self._say,
+        )
+        if resumed:
+            self.tracker.event(self.step, "resumed", f"behind step {self.step}")
+        self.trace = Trace(
+            self.groups.rank,
+            first_step=self.step + 1,
+            last_step=self.config.run.steps,
+            trace_steps=self.config.log.trace_steps,
+            synchronize=torch.cuda.synchronize if self.groups.device.type == "cuda" else None,
+        )
+
+    def _train(self, progress: Progress) -> None:
+        clock = time.perf_counter()
+        for self.step in range(self.step + 1, self.config.run.steps + 1):
+            with self.trace.phase("data", self.step):
+                batches = self.inputs.next_step()
+            result = train_step(self.trainer, batches, self.step, self.trace.phase)
+            seconds, clock = time.perf_counter() - clock, time.perf_counter()
+            if not result.updated:
+                self._handle_nonfinite(batches)
+            metrics = self._report(result, seconds)
+            progress.update(
+                self.step, loss=metrics["loss"], tokens_per_second=metrics["tokens_per_second"]
+            )
+            stopping = self._stop_requested()
+            if stopping or self._due(self.config.checkpoint.every):
+                self._save()
+            self.checkpoints.poll()
+            if stopping:
+                return
+            # Evaluation and saving are not part of a step's time.
+            clock = time.perf_counter()
+
+    def _handle_nonfinite(self, batches: list[Batch]) -> None:
+        error = explain_nonfinite(self.trainer, batches, self.step)
+        if not self.config.optim.skip_nonfinite:
+            raise error
+        self.skipped += 1
+        self.tracker.event(self.step, "skipped", str(error))
+        self._say(f"skipped {error}")
+
+    def _report(self, result: StepResult, seconds: float) -> dict[str, Any]:
+        """Put the step into the logs, with the validation loss where one is due, so that a line is whole."""
+        validation = None
+        if self._due(self.config.eval.every) or self.step == self.config.run.steps:
+            with self.trace.phase("eval", self.step):
+                validation = evaluate(self.trainer, self.inputs.validation()).loss
+        metrics = step_metrics(
+            self.config,
+            result,
+            seconds,
+            flops.train_flops_per_token(self.config.model, self.config.data.sequence_length),
+            self.groups,
+        )
+        if validation is not None:
+            metrics["val_loss"] = validation
+        if self.skipped:
+            metrics["skipped_steps"] = self.skipped
+        metrics |= self.trace.phase_seconds()
+        self.last |= metrics
+        if self._due(self.config.log.every) or validation is not None:
+            self.tracker.log(self.step, metrics)
+        return metrics
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _stop_requested(self) -> bool:
+        """Whether any rank was asked to stop; all ranks learn it at the same step."""
+        flag = torch.tensor([self.stop.received is not None], dtype=torch.int32, device=self.groups.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def _save(self) -> None:
+        if self.saved_step == self.step:
+            return
+        with self.trace.phase("checkpoint", self.step):
+            extra = {"step": self.step, "skipped": self.skipped}
+            self.checkpoints.save(self.step, self.trainer.chunks, self.trainer.optimizer, extra)
+        self.saved_step = self.step
+
+    def _finish(self) -> None:
+        self._save()
+        self.checkpoints.wait()
+        traces: list[Any] | None = [None] * dist.get_world_size() if self.groups.is_first else None
+        dist.gather_object(self.trace.events(), traces)
+        complete = self.step == self.config.run.steps
+        bigram = self.inputs.bigram_loss() if complete and self.groups.is_first else None
+        if not self.groups.is_first:
+            return
+        if traces and self.config.log.trace_steps:
+            tracing.write(self.run_dir / "trace.json", traces)
+        self.tracker.close()
+        summary.write(self.config, self.run_dir, self.groups, self.started, self.step, bigram)
+        report = write_report(self.run_dir)
+        self._say_goodbye(report, complete, bigram)
+
+    def _say_goodbye(self, report: Path, complete: bool, bigram: float | None) -> None:
+        if not complete:
+            self._say(
+                f"{self.stop.received or 'a signal on another rank'}: saved {self.run_dir} at step {self.step}; "
+                "the same command continues it"
+            )
+            return
+        lines = [f"loss {self.last['loss']:.4f}"]
+        if "val_loss" in self.last:
+            lines.append(f"validation loss {self.last['val_loss']:.4f}")
+        if bigram is not None:
+            lines.append(f"bigram model {bigram:.4f}")
+        self._say(", ".join(lines))
+        tool = "k3train" if os.environ.get("VIRTUAL_ENV") else ".venv/bin/k3train"
+        self._say(
+            f"{self.run_dir} is complete: open {report}, or continue text with "
+            f"`{tool} sample {self.run_dir} prompt=\"def \"`"
+        )

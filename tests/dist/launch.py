@@ -1,0 +1,127 @@
+"""Runs one function on several processes of this machine, as torchrun would, and collects what each returns."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class WorkersFailed(RuntimeError):
+    """A worker ended badly or too late; the message holds what every rank printed."""
+
+
+def run_workers(target: str, world_size: int, args: dict[str, Any] | None = None, timeout: float = 120) -> list[Any]:
+    """Call `target` ("module:function") with keyword arguments `args` on every rank.
+
+    The function is called after `parallel.cpu.enable_cpu`, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
+    and MASTER_PORT set. As under torchrun, the first rank that fails ends the others.
+
+    Args:
+        args: must be JSON.
+        timeout: seconds for all ranks together.
+
+    Returns:
+        each rank's return value, which must be JSON.
+
+    Raises:
+        WorkersFailed: a rank failed or the time ran out.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        workers = start_workers(target, world_size, args or {}, Path(folder))
+        try:
+            failure = _wait(workers, timeout)
+        finally:
+            stop_workers(workers)
+        if failure:
+            raise WorkersFailed(f"{target} on {world_size} ranks: {failure}\n{_outputs(Path(folder), world_size)}")
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def start_workers(
+    target: str, world_size: int, args: dict[str, Any], folder: Path
+) -> list[subprocess.Popen[bytes]]:
+    """Start the ranks and return at once; rank r prints to `folder/r.out` and answers in `folder/r.json`."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+    workers = []
+    for rank in range(world_size):
+        environment = {
+            **os.environ,
+            **address,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+        }
+        with (folder / f"{rank}.out").open("wb") as output:
+            workers.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.dist.launch", target, json.dumps(args), str(folder)],
+                    env=environment,
+                    cwd=REPOSITORY,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+    return workers
+
+
+def stop_workers(workers: list[subprocess.Popen[bytes]]) -> None:
+    """Kill what still runs, with the processes that it started."""
+    for worker in workers:
+        if worker.poll() is None:
+            os.killpg(worker.pid, signal.SIGKILL)
+    for worker in workers:
+        worker.wait()
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait(workers: list[subprocess.Popen[bytes]], timeout: float) -> str | None:
+    """Wait until all ranks end well (None) or one does not (how)."""
+    deadline = time.monotonic() + timeout
+    while True:
+        codes = [worker.poll() for worker in workers]
+        failed = [f"rank {rank} exited with {code}" for rank, code in enumerate(codes) if code]
+        if failed:
+            return ", ".join(failed)
+        if all(code == 0 for code in codes):
+            return None
+        if time.monotonic() > deadline:
+            return f"not done within {timeout:g} s"
+        time.sleep(0.02)
+
+
+def _outputs(folder: Path, world_size: int) -> str:
+    texts = [(folder / f"{rank}.out").read_text(errors="replace") for rank in range(world_size)]
+    return "\n".join(f"--- rank {rank}\n{text[-8000:]}" for rank, text in enumerate(texts))
+
+
+def _work(target: str, args: str, folder: str) -> None:
+    from parallel.cpu import enable_cpu
+
+    enable_cpu()
+    module, _, function = target.partition(":")
+    answer = getattr(importlib.import_module(module), function)(**json.loads(args))
+    (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    _work(*sys.argv[1:])

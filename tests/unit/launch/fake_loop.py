@@ -1,0 +1,75 @@
+"""Stands in for `k3train.train.loop` in worker processes; FAKE_LOOP chooses what it does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import ModuleType
+
+from k3train.config import Config
+from k3train.errors import UserError
+
+
+def module() -> ModuleType:
+    """A module object with the `train` that FAKE_LOOP names."""
+    made = ModuleType("k3train.train.loop")
+    made.train = {"refuse": refuse, "crash": crash, "wait": wait, "reduce": reduce, "log": log}[os.environ["FAKE_LOOP"]]
+    return made
+
+
+def refuse(config: Config) -> int:
+    if os.environ.get("RANK", "0") == "1":
+        raise UserError("data.train=[x]: torn")
+    time.sleep(60)
+    return 0
+
+
+def crash(config: Config) -> int:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+    return 0
+
+
+def wait(config: Config) -> int:
+    """Save on a stop signal, slowly, as a large checkpoint would be."""
+    received = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: received.append(number))
+    _note(config, "ready", "")
+    deadline = time.monotonic() + 60
+    while not received and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(1.0)
+    _note(config, "saved", str([int(number) for number in received]))
+    return 0 if received else 1
+
+
+def reduce(config: Config) -> int:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(total)
+    node = f"{config.cluster.nodes} {config.cluster.ranks_per_node} {config.parallel.data}"
+    _note(config, "rank", f"{dist.get_world_size()} {total.item():g} {node}")
+    dist.destroy_process_group()
+    return 0
+
+
+def log(config: Config) -> int:
+    folder = Path(config.run.dir)
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5}\n{"step": 2, "loss": %g}\n{"st' % config.optim.lr)
+    return 1 if config.run.seed == 2 else 0
+
+
+def _note(config: Config, kind: str, text: str) -> None:
+    folder = Path(config.run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder / f"draft-{os.environ.get('RANK', '0')}"
+    draft.write_text(text)
+    draft.replace(folder / f"{kind}-{os.environ.get('RANK', '0')}")
