@@ -54,7 +54,7 @@ def output_flops(model: ModelConfig, sequence_length: int) -> dict[str, float]:
 
 
 def site_sources(model: ModelConfig, layer: int) -> tuple[int, int]:
-    """Sources that the attention and the MLP site of a layer mix; each costs its square, its logit, its share."""
+    """Sources that the attention and the MLP site of a layer mix; each costs square, logit and share."""
     before, after = block_starts(model, layer), block_starts(model, layer + 1)
     return (before + 1 if before else 0), after + 1
 
@@ -62,7 +62,9 @@ def site_sources(model: ModelConfig, layer: int) -> tuple[int, int]:
 def _sublayer_flops(model: ModelConfig, kind: tuple[str, str], sequence_length: int) -> dict[str, float]:
     attention, mlp = kind
     spent = _kda(model) if attention == "kda" else _mla(model, sequence_length)
-    return spent | (_moe(model) if mlp == "moe" else {"dense": _gated(model.hidden_size, model.dense_ffn_size)})
+    if mlp == "moe":
+        return spent | _moe(model)
+    return {**spent, "dense": _gated(model.hidden_size, model.dense_ffn_size)}
 
 
 def _gated(width: int, inner: int) -> float:

@@ -18,7 +18,9 @@ from .flops import KDA_CHUNK
 from .shapes import BYTES, Parameter, compact_parameters, layer_kinds, vocab_rows
 
 
-def rank_memory(config: Config, topology: Topology, cuts: list[range], payload_rows: int) -> list[dict[str, int]]:
+def rank_memory(
+    config: Config, topology: Topology, cuts: list[range], payload_rows: int
+) -> list[dict[str, int]]:
     """Bytes by kind for a rank of each pipeline stage; ranks of one stage hold equally much."""
     owned: list[list[Parameter]] = [[] for _ in range(topology.pipeline)]
     for entry in compact_parameters(config.model):
@@ -97,9 +99,10 @@ def saved_bytes(config: Config, cuts: list[range], payload_rows: int) -> list[tu
     kinds = layer_kinds(model)
     saved = []
     for stage, layers in enumerate(cuts):
-        kept = sum(
-            row if model.recompute == "layer" else tokens * layer_bytes(model, kinds[layer]) for layer in layers
-        )
+        if model.recompute == "layer":
+            kept = row * len(layers)
+        else:
+            kept = sum(tokens * layer_bytes(model, kinds[layer]) for layer in layers)
         if stage == len(cuts) - 1:
             kept += row * 2 + _mtp_saved(model, tokens, row)
         saved.append((row * (payload_rows if stage else 1), kept))
@@ -126,7 +129,7 @@ def layer_bytes(model: ModelConfig, kind: tuple[str, str]) -> int:
 
 def _kda_bytes(model: ModelConfig) -> int:
     channels = model.num_heads * model.kda_head_dim
-    # Inputs, outputs and normalised forms of q, k (v has no third), output, its norm, gate logits, gate, product.
+    # q, k, v before and after the convolution, q and k normalised; output, its norm, gate logits, gate, product.
     rows = (3 + 3 + 2) * channels + 5 * channels
     decay = model.kda_head_dim + channels
     chunk = 2 * model.num_heads * KDA_CHUNK
@@ -143,7 +146,7 @@ def _mla_bytes(model: ModelConfig) -> int:
 
 def _moe_bytes(model: ModelConfig) -> int:
     latent, width, k = model.latent_size, model.expert_ffn_size, model.top_k
-    # Sorted and received rows, then gate, up and activation; the combined rows are FP32, as is the router's input.
+    # Sorted and received rows, gate, up and activation. The combined rows and the router's input are FP32.
     routed = k * (2 * latent + 3 * width) * element_bytes(model) + 4 * k * latent
     shared = 3 * model.num_shared_experts * width * element_bytes(model)
     router = 4 * model.hidden_size + (4 + 4 + 1) * model.num_experts

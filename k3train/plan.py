@@ -1,4 +1,7 @@
-"""What a configuration will need and how long a step will take, before anything is allocated. Imports no torch."""
+"""What a configuration will need and how long a step will take, before anything is allocated.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +28,17 @@ from .shapes import active, count_by_kind, payload_rows, total
 from .traffic import exchange_seconds, hop_seconds, moe_layers, rank_traffic, ring_bandwidth
 
 EFFICIENCY = 0.4
-"""Share of a rank's peak that computation is expected to reach; public MoE runs on H100 end at 0.16 to 0.40."""
+"""Share of a rank's peak that computation is to reach; public MoE runs on H100 end at 0.16 to 0.40."""
 
 TERA = 1e12
 
 ASSUMPTIONS = (
     "experts are evenly loaded, and every sequence is one document",
     f"computation reaches {EFFICIENCY:.0%} of cluster.peak_tflops; the optimizer's own time is left out",
-    "expert exchanges and gradient sums wait for computation and it for them; pipeline messages overlap with it",
-    "activations are those that autograd keeps with the fast backends: an estimate; states are exact to padding",
+    "expert exchanges and gradient sums do not overlap with computation; pipeline messages do",
+    "states are exact to padding; activations, as autograd keeps them with the fast backends, are an estimate",
     "the process itself, its libraries and the allocator's unused blocks come on top of memory_bytes",
-    "traffic is what the busiest rank sends in one step, collectives as rings; evaluation and checkpoints not counted",
+    "traffic is what the busiest rank sends in a training step, with collectives as rings",
     "model FLOPs count the head and MTP, causal attention by half, no recomputation and no optimizer",
 )
 
@@ -103,15 +106,17 @@ def _stage_flops(config: Config, cuts: list[range]) -> tuple[list[float], list[f
     forward[-1] += sum(output.values())
     repeated = list(layers)
     if model.mtp_layers:
+        # Its fusion and its head are not recomputed.
         repeated[-1] += output["mtp"] - output["head"] - 4 * model.hidden_size**2
     again = model.recompute == "layer"
     return forward, [
-        BACKWARD_OVER_FORWARD * ahead + again * repeat for ahead, repeat in zip(forward, repeated, strict=True)
+        BACKWARD_OVER_FORWARD * ahead + again * repeat
+        for ahead, repeat in zip(forward, repeated, strict=True)
     ]
 
 
 def _bubble(config: Config, topology: Topology, cuts: list[range]) -> float:
-    """Idle time of all ranks over their work, (p - 1) / (v m) where stages are equal; FLOPs alone are time."""
+    """Idle time of all ranks over their work, counted in FLOPs: (p - 1) / (v m) where stages are equal."""
     forward, backward = _stage_flops(config, cuts)
     span = makespan(forward, backward, topology.pipeline, config.run.microbatches)
     work = config.run.microbatches * (sum(forward) + sum(backward))
@@ -128,7 +133,10 @@ def _step_seconds(
     forward, backward = _stage_flops(config, cuts)
     span = makespan(
         [token_seconds * work + travel for work, travel in zip(forward, exchange, strict=True)],
-        [token_seconds * work + travel * (1 + again) for work, travel in zip(backward, exchange, strict=True)],
+        [
+            token_seconds * work + travel * (1 + again)
+            for work, travel in zip(backward, exchange, strict=True)
+        ],
         topology.pipeline,
         config.run.microbatches,
         hop_seconds(config, topology, rows),
@@ -155,8 +163,10 @@ def render(planned: dict[str, Any]) -> RenderableType:
 def _summary(planned: dict[str, Any]) -> Table:
     layout, pipeline = planned["layout"], planned["pipeline"]
     sizes = planned["parameters"]
-    axes = " x ".join(f"{name} {layout[name]}" for name in ("pipeline", "virtual", "expert", "context", "data"))
-    parts = ", ".join(f"{name} {value:.3g} s" for name, value in planned["step_seconds_by_part"].items())
+    sides = ("pipeline", "virtual", "expert", "context", "data")
+    axes = ", ".join(f"{name} {layout[name]}" for name in sides)
+    spent = planned["step_seconds_by_part"].items()
+    parts = ", ".join(f"{name} {part:.3g} s" for name, part in spent if part)
     lines = {
         "parameters": f"{_count(sizes['total'])} total, {_count(sizes['active'])} active, without MTP",
         "layout": f"{planned['world_size']} ranks: {axes}, ZeRO-{layout['zero']}",
@@ -174,29 +184,30 @@ def _summary(planned: dict[str, Any]) -> Table:
 
 def _memory_table(planned: dict[str, Any]) -> Table:
     """One row for neighbouring ranks that hold equally much; red where it exceeds the rank's memory."""
-    limit = planned["memory_limit_bytes"]
-    kinds = [kind for kind in planned["memory_bytes"][0] if any(part[kind] for part in planned["memory_bytes"])]
-    table = Table(title=f"GiB on a rank, of {limit / 2**30:.1f}", title_justify="left")
+    limit, ranks_held = planned["memory_limit_bytes"], planned["memory_bytes"]
+    kinds = [kind for kind in ranks_held[0] if any(part[kind] for part in ranks_held)]
+    small = max(sum(part.values()) for part in ranks_held) < 2**30
+    unit, name = (2**20, "MiB") if small else (2**30, "GiB")
+    table = Table(title=f"{name} on a rank, of {limit / unit:,.1f}", title_justify="left")
     table.add_column("ranks")
     for kind in [*kinds, "sum"]:
         table.add_column(kind.replace("_", " "), justify="right")
-    numbered = enumerate(planned["memory_bytes"])
-    for held, members in groupby(numbered, key=lambda pair: pair[1]):
+    for held, members in groupby(enumerate(ranks_held), key=lambda pair: pair[1]):
         ranks = [rank for rank, _ in members]
-        name = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+        label = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
         needed = sum(held.values())
-        cells = [f"{size / 2**30:.2f}" for size in [*(held[kind] for kind in kinds), needed]]
-        table.add_row(name, *cells, style="red" if needed > limit else None)
+        cells = [f"{size / unit:.2f}" for size in [*(held[kind] for kind in kinds), needed]]
+        table.add_row(label, *cells, style="red" if needed > limit else None)
     return table
 
 
 def _traffic_table(planned: dict[str, Any]) -> Table:
-    table = Table(title="GB sent by the busiest rank in a step", title_justify="left")
-    table.add_column("what")
-    table.add_column("GB", justify="right")
+    table = Table(title="Sent by the busiest rank in a step", title_justify="left")
+    table.add_column("what", min_width=24)
+    table.add_column("MB", justify="right", min_width=8)
     for name, size in planned["traffic_bytes"].items():
         if size:
-            table.add_row(name.replace("_", " "), f"{size / 1e9:,.3f}")
+            table.add_row(name.replace("_", " "), f"{size / 1e6:,.2f}")
     return table
 
 

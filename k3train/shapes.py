@@ -125,7 +125,7 @@ def total(model: ModelConfig) -> int:
 
 
 def active(model: ModelConfig) -> int:
-    """Parameters that one token meets: no MTP, no input embedding, `top_k` routed experts, the head counted."""
+    """Parameters that one token meets: `top_k` experts and the head, but no input embedding and no MTP."""
     return sum(
         entry.numel // entry.copies * (model.top_k if entry.kind == "expert" else 1)
         for entry in compact_parameters(model)
@@ -196,8 +196,8 @@ class _Shapes:
             "dt_bias": (channels,),
             "o_norm.weight": (head,),
         }
-        for name, shape in statistics.items():
-            yield Parameter(f"{prefix}.{name}", shape, "fp32", "kda", layer)
+        for name, fp32_shape in statistics.items():
+            yield Parameter(f"{prefix}.{name}", fp32_shape, "fp32", "kda", layer)
 
     def mla(self, prefix: str, layer: int | None) -> Iterator[Parameter]:
         model, d, heads = self.model, self.model.hidden_size, self.model.num_heads

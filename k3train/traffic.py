@@ -67,7 +67,7 @@ def _pipeline(config: Config, topology: Topology, stages: range, message: int) -
 
 
 def _experts(config: Config, topology: Topology, chunks: list[range]) -> dict[str, float]:
-    """Each direction runs in forward and, for the other one's gradient, in backward; recompute adds a forward."""
+    """Each way runs in forward and, for the other way's gradient, in backward; recompute adds a forward."""
     passes = 2 + (config.model.recompute == "layer")
     layers = sum(moe_layers(config.model, chunk) for chunk in chunks)
     sent = config.run.microbatches * layers * passes * exchange_bytes(config, topology)
@@ -75,7 +75,7 @@ def _experts(config: Config, topology: Topology, chunks: list[range]) -> dict[st
 
 
 def _gradients(config: Config, topology: Topology, entries: list[Parameter]) -> dict[str, float]:
-    """FP32 gradients to the ranks that own their shard or, without sharding, to all; then the new parameters."""
+    """FP32 gradients to the owners of their shards and parameters back, or the former to all ranks."""
     reduced = gathered = 0.0
     for entry in entries:
         ranks = replicas(entry, topology)
@@ -95,7 +95,7 @@ def _histograms(config: Config, topology: Topology, entries: list[Parameter]) ->
 
 
 def ring_bandwidth(config: Config, size: int, stride: int) -> float:
-    """Bytes a second of each rank in a ring of `size` ranks, `stride` apart; members of a node share its ports."""
+    """Bytes a second of each of `size` ranks, `stride` apart, in rings that use the ports of all members."""
     cluster = config.cluster
     within = _members_in_node(config, size, stride)
     if within == size:

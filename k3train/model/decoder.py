@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from megatron.core.enums import ModelType
-from megatron.core.models.backends import get_backend
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor, nn
 
+from ..ops.linear import local_modules
 from ..ops.packing import Packing
 from .attn_res import AttentionResidual, ResidualState, block_starts
 from .layer import DecoderLayer
@@ -75,7 +75,8 @@ class LanguageModelChunk(MegatronModule):
         model = self.config.k3
         self.output_res = AttentionResidual(self.config)
         self.final_norm = RMSNorm(model.hidden_size, model.norm_eps, self.config.params_dtype)
-        column_cls = get_backend("local").column_parallel_linear()
+        # Vocabulary-parallel cross-entropy belongs to megatron-core's own linear.
+        column_cls = local_modules().column_parallel_linear()
         self.head = column_linear(
             column_cls, self.config, model.hidden_size, model.vocab_size, pg_collection.tp
         )

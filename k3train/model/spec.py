@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron.core.models.backends import get_backend
+import torch
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -21,9 +21,9 @@ from .moe import GatedFFN, GroupedExperts, LatentMoE, LatentMoESubmodules, Seque
 def layer_submodules(model: ModelConfig, layer_index: int) -> DecoderLayerSubmodules:
     """Specs of decoder layer `layer_index`; an MTP layer mirrors the last one and has index `num_layers`."""
     attention, mlp = layer_kinds(model)[min(layer_index, model.num_layers - 1)]
-    impl = {"local": "local", "te": "transformer_engine"}[model.backends.linear]
-    backend = get_backend(impl)
-    column, row = backend.column_parallel_linear(), backend.row_parallel_linear()
+    linear = resolve("linear", model.backends.linear, "cuda" if torch.cuda.is_available() else "cpu")
+    modules = linear.load()()
+    column, row = modules.column_parallel_linear(), modules.row_parallel_linear()
     ffn = MLPSubmodules(linear_fc1=column, linear_fc2=row, activation_func=SiTUGLU)
 
     attention_spec = {
@@ -36,13 +36,13 @@ def layer_submodules(model: ModelConfig, layer_index: int) -> DecoderLayerSubmod
         mlp_spec = ModuleSpec(
             LatentMoE,
             params={"layer_number": layer_index + 1},
-            submodules=LatentMoESubmodules(column, row, _experts(impl, ffn), shared_experts=ffn),
+            submodules=LatentMoESubmodules(column, row, _experts(linear.name, ffn), shared_experts=ffn),
         )
     return DecoderLayerSubmodules(attention_spec, mlp_spec)
 
 
-def _experts(impl: str, ffn: MLPSubmodules) -> partial:
-    if impl == "local":
+def _experts(linear: str, ffn: MLPSubmodules) -> partial:
+    if linear == "local":
         return partial(SequentialExperts, submodules=ffn)
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelGroupedLinear,

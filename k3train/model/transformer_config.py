@@ -46,7 +46,6 @@ def transformer_config(config: Config, payload_rows: int = 1) -> K3TransformerCo
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=model.backends.linear == "te",
         moe_permute_fusion=False,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
@@ -82,4 +81,5 @@ def transformer_config(config: Config, payload_rows: int = 1) -> K3TransformerCo
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
+        cuda_graph_modules=[],
     )

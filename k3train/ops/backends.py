@@ -74,6 +74,9 @@ _BACKENDS = (
     Backend("attention", "flash", "attention.flash", "causal_attention", ("cuda",), LOW_PRECISION),
     Backend("attention", "sdpa", "attention.sdpa", "causal_attention"),
     Backend("attention", "reference", "attention.reference", "causal_attention"),
+    Backend("linear", "te", "linear", "transformer_engine_modules", ("cuda",), None,
+            "transformer_engine.pytorch"),
+    Backend("linear", "local", "linear", "local_modules"),
 )  # fmt: skip
 
 

@@ -67,9 +67,9 @@ def makespan(
 def peak_held(saved: Sequence[Sequence[float]], rank: int, pipeline: int, microbatches: int) -> list[float]:
     """What a rank holds at the worst moment between a stage's forward and its backward, by kind.
 
-    `saved[stage]` lists, kind by kind, what one micro-batch leaves behind in a stage. The worst moment is that
-    of the largest sum. Warm-up spans at most two rounds of p micro-batches, and every later round repeats, so
-    four are enough.
+    `saved[stage]` lists, kind by kind, what one micro-batch leaves behind in a stage. The worst moment is
+    that of the largest sum. Warm-up spans at most two rounds of p micro-batches, and every later round
+    repeats, so four are enough.
     """
     virtual = len(saved) // pipeline
     held = [0.0] * len(saved[0])

@@ -18,8 +18,8 @@ MEDIUM = replace(
     num_experts=128, latent_size=1024, expert_ffn_size=896, dense_ffn_size=9856,
 )  # fmt: skip
 K3 = replace(
-    SMALL, num_layers=93, hidden_size=7168, vocab_size=163840, num_heads=96, q_lora_rank=1536, kv_lora_rank=512,
-    num_experts=896, top_k=16, latent_size=3584, expert_ffn_size=3072, dense_ffn_size=33792,
+    SMALL, num_layers=93, hidden_size=7168, vocab_size=163840, num_heads=96, q_lora_rank=1536,
+    kv_lora_rank=512, num_experts=896, top_k=16, latent_size=3584, expert_ffn_size=3072, dense_ffn_size=33792,
     attn_res_block_size=12, dtype="bfloat16",
 )  # fmt: skip
 
@@ -35,7 +35,9 @@ K3 = replace(
     ],
     ids=["tiny", "small", "small-56x", "medium", "k3"],
 )
-def test_sizes_equal_the_published_table(model: ModelConfig, total: float, active: float, unit: float) -> None:
+def test_sizes_equal_the_published_table(
+    model: ModelConfig, total: float, active: float, unit: float
+) -> None:
     for count, published in ((shapes.total(model), total), (shapes.active(model), active)):
         decimals = len(str(published).partition(".")[2])
         assert round(count / unit, decimals) == published
@@ -61,7 +63,10 @@ def test_parts_of_k3_equal_the_recount() -> None:
 def test_kinds_of_k3_layers() -> None:
     kinds = shapes.layer_kinds(K3)
     assert Counter(attention for attention, _ in kinds) == {"kda": 69, "mla": 24}
-    assert [index + 1 for index, (attention, _) in enumerate(kinds) if attention == "mla"] == [*range(4, 93, 4), 93]
+    assert [number for number, (attention, _) in enumerate(kinds, start=1) if attention == "mla"] == [
+        *range(4, 93, 4),
+        93,
+    ]
     assert [mlp for _, mlp in kinds] == ["dense"] + ["moe"] * 92
 
 
@@ -85,8 +90,15 @@ def test_expanding_experts_keeps_the_sum() -> None:
 
 
 def test_fp32_exceptions_of_a_bf16_model() -> None:
-    fp32 = {e.name.partition("self_attention.")[2] for e in shapes.compact_parameters(K3) if e.dtype == "fp32"}
-    assert fp32 == {"q_conv", "k_conv", "v_conv", "A_log", "dt_bias", "o_norm.weight"}
+    names = [entry.name for entry in shapes.compact_parameters(K3) if entry.dtype == "fp32"]
+    assert {name.partition("self_attention.")[2] for name in names} == {
+        "q_conv",
+        "k_conv",
+        "v_conv",
+        "A_log",
+        "dt_bias",
+        "o_norm.weight",
+    }
 
 
 def test_shapes_of_k3_tensors() -> None:

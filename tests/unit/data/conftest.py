@@ -10,11 +10,9 @@ import pytest
 
 from k3train.data.indexed import write_index
 
-MakeCorpus = Callable[..., str]
-
 
 @pytest.fixture
-def make_corpus(tmp_path: Path) -> MakeCorpus:
+def make_corpus(tmp_path: Path) -> Callable[[str, Sequence[Sequence[int]]], str]:
     def make(name: str, documents: Sequence[Sequence[int]]) -> str:
         prefix = tmp_path / name
         np.concatenate([np.array(document, np.uint16) for document in documents]).tofile(f"{prefix}.bin")

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def test_cap_takes_a_prefix(cache: str) -> None:
         assert texts(small)[:-1] == texts(large)[: len(small) - 1]
         sizes.append(sum(len(text.encode()) for text in texts(small)))
     assert 94_990 < sizes[0] <= 95_000 and 4_990 < sizes[1] <= 5_000
-    with pytest.raises(UserError, match="data.max_bytes=5"):
+    with pytest.raises(UserError, match=r"data.max_bytes=5"):
         bundled_corpus(TOKENIZER, cache, 5)
 
 
@@ -91,7 +92,7 @@ def test_unwritable_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert cache_folder(None) == tmp_path / "named"
 
 
-def test_build_datasets(cache: str, make_corpus, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_build_datasets(cache: str, make_corpus: Callable[[str, list[list[int]]], str]) -> None:
     data = DataConfig(cache_dir=cache)
     train, valid = build_datasets(data, TOKENIZER, 64, 7, 10, 4)
     longer, none = build_datasets(data, TOKENIZER, 64, 7, 1000, 0)
@@ -102,14 +103,18 @@ def test_build_datasets(cache: str, make_corpus, tmp_path: Path) -> None:  # typ
         train[10]
 
     data = DataConfig(source="indexed")
-    with pytest.raises(UserError, match="data.train is empty"):
+    with pytest.raises(UserError, match=r"data.train is empty"):
         build_datasets(data, TOKENIZER, 64, 7, 10, 4)
     data.train = [make_corpus("a", [[1] * 300]), make_corpus("b", [[2] * 100])]
-    with pytest.raises(UserError, match="data.valid is empty"):
+    with pytest.raises(UserError, match=r"data.valid is empty"):
         build_datasets(data, TOKENIZER, 64, 7, 10, 4)
     train, _ = build_datasets(data, TOKENIZER, 8, 7, 400, 0)
     assert sum(int(train[i]["tokens"][0]) == 1 for i in range(400)) == 300
-    for weights, message in (([1.0], "1 numbers for 2"), ([1.0, 0.0], "holds 0.0"), ([1.0, float("nan")], "nan")):
+    for weights, message in (
+        ([1.0], "1 numbers for 2"),
+        ([1.0, 0.0], "holds 0.0"),
+        ([1.0, float("nan")], "nan"),
+    ):
         data.train_weights = weights
         with pytest.raises(UserError, match=message):
             build_datasets(data, TOKENIZER, 8, 7, 10, 0)

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
 from k3train.data.indexed import open_corpus, token_dtype
 from k3train.errors import UserError
+from parallel.cpu import enable_cpu
 
-from .conftest import MakeCorpus
+MakeCorpus = Callable[[str, list[list[int]]], str]
 
 DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12], [65535, 1]]
 
 
-def test_megatron_reads_ours(make_corpus: MakeCorpus) -> None:
-    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+@pytest.fixture(scope="module")
+def indexed_dataset() -> ModuleType:
+    enable_cpu()
+    return importlib.import_module("megatron.core.datasets.indexed_dataset")
+
+
+def test_megatron_reads_ours(indexed_dataset: ModuleType, make_corpus: MakeCorpus) -> None:
     theirs = indexed_dataset.IndexedDataset(make_corpus("ours", DOCUMENTS))
     assert [theirs[i].tolist() for i in range(len(theirs))] == DOCUMENTS
     assert theirs.document_indices.tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
-def test_we_read_megatrons(tmp_path: Path, dtype: type) -> None:
-    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+def test_we_read_megatrons(indexed_dataset: ModuleType, tmp_path: Path, dtype: type) -> None:
     prefix = str(tmp_path / "theirs")
     builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for document in DOCUMENTS:
@@ -49,7 +57,9 @@ def test_every_torn_length_is_refused(make_corpus: MakeCorpus, suffix: str, chan
     path = Path(prefix + suffix)
     content = path.read_bytes()
     path.write_bytes(content + b"\0" * change if change > 0 else content[:change])
-    with pytest.raises(UserError, match=rf"torn{suffix} holds {len(content) + change} bytes .* torn, prepare"):
+    with pytest.raises(
+        UserError, match=rf"torn{suffix} holds {len(content) + change} bytes .* torn, prepare"
+    ):
         open_corpus(prefix)
 
 
@@ -64,5 +74,5 @@ def test_foreign_files_are_refused(make_corpus: MakeCorpus) -> None:
     with pytest.raises(UserError, match="has version 2 and token type 8"):
         open_corpus(prefix)
     Path(prefix + ".bin").unlink()
-    with pytest.raises(UserError, match="foreign.bin does not exist"):
+    with pytest.raises(UserError, match=r"foreign.bin does not exist"):
         open_corpus(prefix)

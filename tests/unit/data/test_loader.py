@@ -28,7 +28,12 @@ class Numbers:
             raise OSError(f"sample {index} is gone")
         self.reads.append(index)
         tokens = np.arange(4) + 10 * index
-        return {"tokens": tokens, "labels": tokens + 1, "loss_mask": np.ones(4, np.float32), "sample_id": index}
+        return {
+            "tokens": tokens,
+            "labels": tokens + 1,
+            "loss_mask": np.ones(4, np.float32),
+            "sample_id": index,
+        }
 
 
 def loader(dataset: Numbers | None = None, rank: int = 0, size: int = 1, **changes: Any) -> BatchLoader:
@@ -122,9 +127,17 @@ def test_threads_end_with_close_and_when_forgotten() -> None:
 
 
 def test_the_interpreter_exits_with_a_thread_waiting() -> None:
-    code = (
-        "from tests.unit.data.test_loader import loader\n"
-        "entry = loader(); print(next(entry)['sample_ids'].tolist())"
-    )
+    code = """
+import numpy as np
+from k3train.data.loader import BatchLoader
+class Ones:
+    def __getitem__(self, index):
+        ones = np.ones(4)
+        return {"tokens": ones, "labels": ones, "loss_mask": ones, "sample_id": index}
+entry = BatchLoader(
+    Ones(), micro_batch_size=2, num_microbatches=1, data_parallel_rank=0, data_parallel_size=1
+)
+print(next(entry)["sample_ids"].tolist())
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1]\n", "")

@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 from k3train.data.tokenizer import ByteTokenizer, byte_vocab_size, load_tokenizer
 from k3train.errors import UserError
 
-TEXTS = ("", "def f(x):\n    return x\n", "naïve 中文 mixed\r\n\n  spaces ", "emoji 🙂 1234567", "it's <|eod|> [EOS]")
+TEXTS = (
+    "",
+    "def f(x):\n    return x\n",
+    "naïve 中文 mixed\r\n\n  spaces ",
+    "emoji 🙂 1234567",
+    "it's <|eod|> [EOS]",
+)
 
 
 def write_ranks(path: Path, extra: tuple[bytes, ...] = ()) -> Path:
@@ -56,7 +62,10 @@ def test_bytes_decode_of_anything() -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_files_round_trip(tmp_path: Path, text: str) -> None:
-    for path in (write_ranks(tmp_path / "a.tiktoken", (b"de", b"def")), write_hf(tmp_path / "tokenizer.json")):
+    for path in (
+        write_ranks(tmp_path / "a.tiktoken", (b"de", b"def")),
+        write_hf(tmp_path / "tokenizer.json"),
+    ):
         tokenizer = load_tokenizer(str(path))
         ids = tokenizer.encode(text)
         assert tokenizer.decode([*ids, tokenizer.eod_id]) == text
@@ -94,7 +103,7 @@ def test_padding_falls_back_to_the_end_token(tmp_path: Path) -> None:
     [
         ("absent.json", None, "does not exist; valid: byte"),
         ("broken.json", b"{", "is not a tokenizer.json"),
-        ("spm.model", b"\x0a\x0e\x0a\x05<unk>\x15\x00", "line 1: expected `base64-token rank`"),
+        ("spm.model", b"\x0a\x0e\x0a\x05<unk>\x15\x00", "line 2: expected `base64-token rank`"),
         ("short.tiktoken", b"QQ== 0\n", "lacks 255 of the 256 single bytes"),
     ],
 )
@@ -110,7 +119,7 @@ def test_refused(tmp_path: Path, name: str, content: bytes | None, message: str)
 def test_no_end_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no end-of-document token"):
         load_tokenizer(str(write_hf(tmp_path / "tokenizer.json", ("<other>",))))
-    with pytest.raises(UserError, match="is a folder without tokenizer.json"):
+    with pytest.raises(UserError, match=r"is a folder without tokenizer.json"):
         (tmp_path / "empty").mkdir()
         load_tokenizer(str(tmp_path / "empty"))
 

@@ -22,15 +22,13 @@ def module() -> ModuleType:
 def refuse(config: Config) -> int:
     if os.environ.get("RANK", "0") == "1":
         raise UserError("data.train=[x]: torn")
-    time.sleep(60)
-    return 0
+    return _blocked()
 
 
 def crash(config: Config) -> int:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
-    return 0
+    return _blocked()
 
 
 def wait(config: Config) -> int:
@@ -65,6 +63,13 @@ def log(config: Config) -> int:
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5}\n{"step": 2, "loss": %g}\n{"st' % config.optim.lr)
     return 1 if config.run.seed == 2 else 0
+
+
+def _blocked() -> int:
+    """Wait for a peer that will not come, until the agent ends this rank."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(60)
+    return 0
 
 
 def _note(config: Config, kind: str, text: str) -> None:

@@ -1,0 +1,1 @@
+"""Checkpoints in megatron-core's sharded format: published whole or not at all, verified before use."""

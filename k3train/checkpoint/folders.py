@@ -1,0 +1,83 @@
+"""Names and life of checkpoint folders: partial while written, renamed when complete, renamed before removal."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from ..errors import UserError
+
+_COMPLETE = re.compile(r"^step-(\d{8,})$")
+PARTIAL, REMOVING = ".partial", ".removing"
+
+
+def complete(root: Path, step: int) -> Path:
+    """Folder of the complete checkpoint of a step."""
+    return root / f"step-{step:08d}"
+
+
+def partial(root: Path, step: int) -> Path:
+    """Folder in which the checkpoint of a step is written."""
+    return root / f"step-{step:08d}{PARTIAL}"
+
+
+def available(root: Path) -> list[int]:
+    """Steps of all complete checkpoints, ascending."""
+    if not root.is_dir():
+        return []
+    return sorted(int(match[1]) for entry in root.iterdir() if (match := _COMPLETE.match(entry.name)))
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint; it stops counting as complete before the first of its files goes."""
+    leaving = folder.with_name(folder.name.split(".")[0] + REMOVING)
+    shutil.rmtree(leaving, ignore_errors=True)
+    os.rename(folder, leaving)
+    shutil.rmtree(leaving)
+
+
+def clean(root: Path) -> list[str]:
+    """Remove what an interrupted save or removal left behind and return its names."""
+    left = [entry for entry in root.iterdir() if entry.suffix in (PARTIAL, REMOVING)] if root.is_dir() else []
+    for entry in left:
+        shutil.rmtree(entry)
+    return sorted(entry.name for entry in left)
+
+
+def prune(root: Path, keep: int) -> None:
+    """Remove all but the `keep` newest complete checkpoints; 0 keeps all."""
+    for step in available(root)[: -keep or None] if keep else []:
+        remove(complete(root, step))
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or a folder's list of names, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_writable(folder: Path, need_bytes: int) -> None:
+    """Try to write in a folder, making it if necessary, and look at the space.
+
+    Raises:
+        UserError: it cannot be written, or has less than `need_bytes` free.
+    """
+    probe = folder / f".probe-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"k3train")
+        probe.unlink()
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"cannot write in {folder}: {reason}; set run.dir to a folder that you own") from error
+    if free < need_bytes:
+        raise UserError(
+            f"{folder} has {free / 1e9:.1f} GB free and a checkpoint needs {need_bytes / 1e9:.1f} GB; "
+            "free some space, set run.dir to another disk or lower checkpoint.keep"
+        )

@@ -1,0 +1,137 @@
+"""Optimizer state to and from sharded checkpoints, exact for torch's AdamW too.
+
+megatron-core was written for fused Adam, which counts steps per parameter group. With torch's AdamW, which
+counts per parameter, it asserts while the state is still empty, copies into leaves that require gradients,
+and leaves one shared counter for all parameters, which then advances once for each of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_inplace,
+    extract_matching_values,
+    merge,
+)
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedTensorFactory,
+)
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+# Each rank stores what it holds, without communication: a run continues in the layout it was saved in.
+METADATA = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
+
+State = dict[Any, Any]
+
+
+def describe(optimizer: MegatronOptimizer, model_state: State, *, is_loading: bool) -> tuple[State, State]:
+    """The optimizer's state in two parts of the same structure.
+
+    Args:
+        model_state: the model's sharded state, under "model", or "model0", "model1"... with several chunks.
+
+    Returns:
+        what goes into the checkpoint, as sharded tensors and objects; and what this rank knows by itself
+        (settings of parameter groups), which megatron-core would take from rank 0 for all.
+    """
+    _fill_empty_state(optimizer)
+    with torch.no_grad():
+        described = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=dict(METADATA))
+    return extract_matching_values(
+        described, lambda value: isinstance(value, ShardedBase | ShardedTensorFactory), return_lists_as_dicts=True
+    )
+
+
+def restore(optimizer: MegatronOptimizer, loaded: State, own: State, steps: list[float | None]) -> None:
+    """Put loaded state into the optimizer.
+
+    Args:
+        loaded: first part of `describe(is_loading=True)`, with the tensors read from the checkpoint.
+        own: its second part.
+        steps: what `step_counts` said when the checkpoint was made.
+    """
+    dict_list_map_inplace(_unwrap, own)
+    with torch.no_grad():
+        optimizer.load_state_dict(_restore_lists(merge(own, loaded)))
+    for inner, step in zip(_inner_optimizers(optimizer), steps, strict=True):
+        _set_step(inner, step)
+
+
+def step_counts(optimizer: MegatronOptimizer) -> list[float | None]:
+    """Updates made by each of the chained optimizers; None where it does not count."""
+    return [_step_count(inner) for inner in _inner_optimizers(optimizer)]
+
+
+def _inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.optimizer for part in parts if part.optimizer is not None]
+
+
+def _fill_empty_state(optimizer: MegatronOptimizer) -> None:
+    """Give parameters that AdamW has not met yet the state of step zero."""
+    for inner in _inner_optimizers(optimizer):
+        if not _counts_per_parameter(inner):
+            continue
+        for parameter in _parameters(inner):
+            if not inner.state[parameter]:
+                inner.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                    "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+                }
+
+
+def _counts_per_parameter(inner: torch.optim.Optimizer) -> bool:
+    return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _parameters(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in inner.param_groups for parameter in group["params"]]
+
+
+def _step_count(inner: torch.optim.Optimizer) -> float | None:
+    if _counts_per_parameter(inner):
+        counts = {float(inner.state[parameter]["step"]) for parameter in _parameters(inner)}
+    else:
+        counts = {float(group["step"]) for group in inner.param_groups if "step" in group and group["params"]}
+    assert len(counts) <= 1, f"parameters of one optimizer have made different numbers of steps: {counts}"
+    return counts.pop() if counts else None
+
+
+def _set_step(inner: torch.optim.Optimizer, step: float | None) -> None:
+    if _counts_per_parameter(inner):
+        for parameter in _parameters(inner):
+            inner.state[parameter]["step"] = torch.tensor(0.0 if step is None else step)
+        for group in inner.param_groups:
+            # megatron-core leaves a copy here that AdamW never advances.
+            group.pop("step", None)
+    elif step is not None:
+        for group in inner.param_groups:
+            if isinstance(group.get("step"), torch.Tensor):
+                group["step"].fill_(step)
+            else:
+                group["step"] = int(step)
+
+
+def _unwrap(value: Any) -> Any:
+    return value.unwrap() if isinstance(value, LocalNonpersistentObject) else value
+
+
+def _restore_lists(value: Any) -> Any:
+    """Lists that `describe` split over two parts come back as dicts from place to value."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _as_list(part) if key in _LISTS else _restore_lists(part) for key, part in value.items()}
+
+
+_LISTS = ("param_groups", "fp32_from_fp16_params")
+
+
+def _as_list(value: Any) -> Any:
+    if isinstance(value, dict) and value and all(isinstance(key, int) for key in value):
+        return [_as_list(value[key]) for key in sorted(value)]
+    return value

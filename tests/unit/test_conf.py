@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+import conf
+from k3train.config import Config
+from k3train.config_file import load_yaml, to_yaml
+from k3train.errors import UserError
+from launch.compose import compose, ready
+from launch.groups import groups, summary
+
+CONF = Path(conf.__file__).parent
+FILES = sorted(path.relative_to(CONF) for path in CONF.glob("*/*.yaml"))
+# What a choice needs beside it to make a whole configuration.
+NEEDS = {
+    "parallel/pp16_vpp5_ep32": ["model=k3", "run.microbatches=16"],
+    "model/tiny_dense": ["parallel=single"],
+    "model/slice": ["parallel=single"],
+    "data/indexed": ["data.train=[a]"],
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_every_shipped_file_composes_and_validates(path: Path) -> None:
+    group, option = path.parent.name, path.stem
+    overrides = [f"{group}={option}", *NEEDS.get(f"{group}/{option}", [])]
+    config = ready(overrides, inputs=False)
+    given = yaml.safe_load((CONF / path).read_text())
+    section = getattr(config, group) if group != "recipe" else config
+    for key, value in given.items():
+        if key != "defaults" and not isinstance(value, dict):
+            assert getattr(section, key) == value, f"{path} sets {key}, and something else overrode it"
+
+
+@pytest.mark.parametrize("recipe", groups()["recipe"])
+@pytest.mark.parametrize("override", ["optim=muon", "optim=adamw", "log=wandb", "parallel=single", "cluster=gb200"])
+def test_recipes_take_other_groups(recipe: str, override: str) -> None:
+    if recipe == "k3_pretrain" and override == "parallel=single":
+        pytest.skip("1,024 ranks have no single-rank layout of their own")
+    group, _, option = override.partition("=")
+    assert ready([f"recipe={recipe}", override], inputs=False).recipe == recipe
+    chosen = getattr(compose([f"recipe={recipe}", override]), group)
+    for key, value in yaml.safe_load((CONF / group / f"{option}.yaml").read_text()).items():
+        assert getattr(chosen, key) == value
+
+
+@pytest.mark.parametrize("recipe", groups()["recipe"])
+def test_a_configuration_survives_its_file(recipe: str, tmp_path: Path) -> None:
+    config = ready([f"recipe={recipe}", "run.name='x: #1'", "cluster.environment.A=1"], inputs=False)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load_yaml(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run: [", "not YAML"),
+        ("3", "expected a mapping, found int"),
+        ("run: {stepz: 3}", "unknown key run.stepz"),
+        ("run: {steps: many}", "run.steps='many': expected int"),
+        ("optim: {lr: true}", "optim.lr=True: expected float"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=message.replace("[", r"\[")):
+        load_yaml(tmp_path / "config.yaml")
+
+
+def test_numbers_written_by_hand_are_read_as_their_type(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("optim: {lr: 1e-3, eps: 1}\n")
+    optim = load_yaml(tmp_path / "config.yaml").optim
+    assert (optim.lr, optim.eps, type(optim.eps)) == (1e-3, 1.0, float)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.yaml: No such file"):
+        load_yaml(tmp_path / "config.yaml")
+
+
+def test_every_file_says_what_it_is_for() -> None:
+    obvious = {"checkpoint/default", "log/default", "log/quiet", "optim/adamw"}
+    silent = {f"{group}/{option}" for group, options in groups().items() for option in options if not summary(group, option)}
+    assert silent - {f"parallel/{option}" for option in groups()["parallel"]} <= obvious
+
+
+def test_k3_is_the_published_shape() -> None:
+    config: Config = ready(["recipe=k3_pretrain"], inputs=False)
+    cut = config.parallel.layers_per_chunk
+    assert cut is not None and sum(cut) == config.model.num_layers == 93
+    by_rank = [sum(cut[rank::16]) for rank in range(16)]
+    assert max(by_rank) == 6 and [rank for rank in range(16) if by_rank[rank] < 6] == [0, 14, 15]
+    assert (config.model.num_experts, config.model.top_k, config.model.vocab_size) == (896, 16, 163840)

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from k3train import compatibility
+from k3train.config import Config, flatten
+from k3train.config_file import to_yaml
+from k3train.errors import UserError
+from k3train.validate import ABOVE_ZERO, AT_LEAST, BETWEEN, CHOICES, validate
+from launch import reference
+from launch.compose import compose, ready, resolve_layout, world_size
+
+SINGLE = ["recipe=tiny", "parallel=single"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["run.steps=0"], ["run.steps=0", "at least 1"]),
+        (["run.device=tpu"], ["run.device=tpu", "auto, cpu, cuda"]),
+        (["optim.lr=-1"], ["optim.lr=-1.0", "at least 0"]),
+        (["optim.lr=nan"], ["optim.lr=nan", "finite"]),
+        (["optim.beta2=1.0"], ["optim.beta2=1.0", "from 0 to 1, 1 excluded"]),
+        (["optim.min_lr_ratio=1.5"], ["optim.min_lr_ratio=1.5", "from 0 to 1"]),
+        (["model.norm_eps=0"], ["model.norm_eps=0.0", "above 0"]),
+        (["model.gate_lower_bound=0"], ["model.gate_lower_bound=0.0", "below 0"]),
+        (["model.dtype=fp8"], ["model.dtype=fp8", "float32, bfloat16"]),
+        (["model.backends.kda=cute"], ["model.backends.kda=cute", "auto, fla, chunk, recurrent"]),
+        (["model.mtp_layers=2"], ["model.mtp_layers=2", "0, 1"]),
+        (["model.top_k=32"], ["model.top_k=32", "below model.num_experts=32"]),
+        (["model.latent_size=512"], ["model.latent_size=512", "at most model.hidden_size=256"]),
+        (["model.num_dense_layers=10"], ["model.num_dense_layers=10", "at most model.num_layers=9"]),
+        (["model.vocab_size=256"], ["model.vocab_size=256", "at least 259"]),
+        (["data.sequence_length=1"], ["data.sequence_length=1", "at least 2"]),
+        (["parallel=single", "parallel.virtual=2"], ["parallel.virtual=2", "parallel.pipeline above 1"]),
+        (["parallel.virtual=5"], ["parallel.pipeline=2", "2 x 5 chunks", "model.num_layers=9"]),
+        (["run.microbatches=3"], ["run.microbatches=3", "multiple of parallel.pipeline=2"]),
+        (["parallel.layers_per_chunk=[5,4]"], ["parallel.layers_per_chunk=[5,4]", "has 2 chunks", "needs 4"]),
+        (["parallel.layers_per_chunk=[9,0,0,0]"], ["[9,0,0,0]", "at least one layer"]),
+        (["parallel.layers_per_chunk=[2,2,2,2]"], ["[2,2,2,2]", "adds up to 8", "model.num_layers=9"]),
+        (["cluster.nodes=3"], ["parallel.pipeline=2", "2 ranks, but there are 3", "divisor of 3"]),
+        (
+            [*SINGLE, "cluster.ranks_per_node=4", "parallel.data=2"],
+            ["parallel.data=2", "2 ranks, but there are 4", "use 4"],
+        ),
+        ([*SINGLE, "parallel.data=3", "parallel.expert=2"], ["parallel.expert=2", "data x context = 3"]),
+        ([*SINGLE, "parallel.expert=5"], ["parallel.expert=5", "model.num_experts=32", "valid are 1"]),
+        ([*SINGLE, "parallel.expert=2", "model.num_experts=0"], ["parallel.expert=2", "no experts to spread"]),
+        (["parallel.context=2"], ["parallel.context=2", "not available in this version"]),
+        (["parallel.zero=2"], ["parallel.zero=2", "not available in this version"]),
+        (["parallel.zero=3"], ["parallel.zero=3", "valid are 0, 1, 2"]),
+        (["optim=muon", "parallel.zero=1"], ["optim.name=muon", "parallel.zero=1", "use parallel.zero=0"]),
+        (["data.train=[a]"], ["data.train=[a]", "data=indexed"]),
+        (["data=indexed"], ["data.train=[]", "k3train data prepare"]),
+        (["data=indexed", "data.train=[no/such]"], ["data.train=[no/such]", "no/such.bin does not exist"]),
+        (["data=indexed", "data.max_bytes=9"], ["data.max_bytes=9", "bundled corpus only"]),
+        (
+            ["data=indexed", "data.train=[a,b]", "data.train_weights=[1]"],
+            ["data.train_weights=[1.0]", "1 weights for 2 prefixes"],
+        ),
+        (
+            ["data=indexed", "data.train=[a,b]", "data.train_weights=[1,-1]"],
+            ["data.train_weights=[1.0,-1.0]", "at least 0"],
+        ),
+        (["data.tokenizer=no.json"], ["data.tokenizer=no.json"]),
+        (["cluster.time_limit=1h"], ["cluster.time_limit=1h", "HH:MM:SS"]),
+    ],
+)
+def test_refusal_names_key_value_and_remedy(overrides: list[str], parts: list[str]) -> None:
+    with pytest.raises(UserError) as refusal:
+        ready(["recipe=tiny", *overrides])
+    message = str(refusal.value)
+    assert all(part in message for part in parts), message
+    assert "\n" not in message
+
+
+def test_rules_name_keys_that_exist() -> None:
+    known = set(flatten(Config()))
+    assert set(CHOICES) | set(AT_LEAST) | set(ABOVE_ZERO) | set(BETWEEN) <= known
+
+
+def test_backend_names_are_those_of_the_operators() -> None:
+    from k3train.ops import backends
+
+    for op in ("kda", "short_conv", "attn_res", "situ", "attention"):
+        names = tuple(name for operator, name, *_ in backends.report() if operator == op)
+        assert CHOICES[f"model.backends.{op}"] == ("auto", *names)
+
+
+def test_half_a_pair_of_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").touch()
+    overrides = ["recipe=tiny", "data=indexed", f"data.train=[{tmp_path}/a]"]
+    with pytest.raises(UserError, match=r"a\.idx does not exist"):
+        ready(overrides)
+    (tmp_path / "a.idx").touch()
+    assert ready(overrides).data.train == [f"{tmp_path}/a"]
+    assert ready(["recipe=tiny", "data=indexed", "data.train=[elsewhere]"], inputs=False).data.train == ["elsewhere"]
+
+
+def test_run_folder_has_to_be_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"run\.dir=.*file/run: .*file is not a folder"):
+        ready(["recipe=tiny", f"run.dir={tmp_path}/file/run"])
+
+
+def test_run_folder_has_to_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(UserError, match=r"run\.dir=.* cannot be written"):
+        ready(["recipe=tiny", f"run.dir={tmp_path}/run"])
+
+
+def test_a_folder_of_another_run_is_refused_unless_it_starts_anew(tmp_path: Path) -> None:
+    base = ["recipe=tiny", f"run.dir={tmp_path}"]
+    (tmp_path / "config.yaml").write_text(to_yaml(ready(base)))
+    assert ready([*base, "run.steps=500", "log=wandb", "checkpoint.every=7"]).run.steps == 500
+    with pytest.raises(UserError, match=r"optim\.lr=0\.5: the run in .* has 0\.002; keep that, or set another run\.dir"):
+        ready([*base, "optim.lr=0.5"])
+    assert ready([*base, "optim.lr=0.5", "run.resume=false"]).optim.lr == 0.5
+
+
+def test_layouts_that_work() -> None:
+    for overrides, ranks in [
+        (["parallel=pp2_vpp2_ep2"], 4),
+        (["parallel=single", "parallel.expert=4", "parallel.data=8"], 8),
+        (["parallel.pipeline=3", "parallel.virtual=3", "run.microbatches=6"], 3),
+        (["parallel=pp2", "run.microbatches=3"], 2),
+    ]:
+        assert world_size(ready(["recipe=tiny", *overrides]), {}) == ranks
+
+
+@pytest.mark.parametrize(("first", "second"), compatibility.pairs(), ids=lambda name: name.replace(" ", "_"))
+def test_a_pair_works_or_is_refused_as_the_table_says(first: str, second: str) -> None:
+    features = [compatibility.find(first), compatibility.find(second)]
+    settings = [setting for feature in features for setting in feature.settings]
+    config = compose([*SINGLE, *_defaults_beside(first, second), *settings])
+    ranks = world_size(config, {})
+    config = resolve_layout(config, ranks, {})
+    assert all(feature.active(config) for feature in features), "the settings turn both features on"
+    entry = compatibility.refusal(first, second)
+    if entry is None:
+        validate(config, ranks)
+    else:
+        with pytest.raises(UserError) as refusal:
+            validate(config, ranks)
+        assert entry.why in str(refusal.value)
+
+
+def test_docs_hold_the_table() -> None:
+    root = Path(__file__).parents[2]
+    assert compatibility.markdown() in (root / reference.TARGET).read_text()
+    assert compatibility.markdown().count("| yes") > 40
+
+
+def _defaults_beside(first: str, second: str) -> list[str]:
+    """ZeRO-1 follows AdamW when nothing is said; a pair without it is tested without it."""
+    return [] if {"ZeRO-1", "ZeRO-2"} & {first, second} else ["parallel.zero=0"]
