@@ -54,14 +54,18 @@ FEATURES = (
     Feature("AdamW", "optim.name", ("optim=adamw",), lambda c: c.optim.name == "adamw"),
     Feature("Muon", "optim.name", ("optim=muon",), lambda c: c.optim.name == "muon"),
     Feature("BF16", "model.dtype", ("model.dtype=bfloat16",), lambda c: c.model.dtype == "bfloat16"),
-    Feature("recompute", "model.recompute", ("model.recompute=layer",), lambda c: c.model.recompute == "layer"),
+    Feature(
+        "recompute", "model.recompute", ("model.recompute=layer",), lambda c: c.model.recompute == "layer"
+    ),
     Feature("dense model", "model.num_experts", ("model.num_experts=0",), lambda c: c.model.num_experts == 0),
     Feature("MTP", "model.mtp_layers", ("model.mtp_layers=1",), lambda c: c.model.mtp_layers > 0),
 )
 
 REFUSALS = (
     Refusal(
-        "context parallelism", "context parallelism", "context parallelism is not available in this version; use 1"
+        "context parallelism",
+        "context parallelism",
+        "context parallelism is not available in this version; use 1",
     ),
     Refusal("ZeRO-2", "ZeRO-2", "ZeRO-2 is not available in this version; use 0 or 1"),
     Refusal(

@@ -24,7 +24,9 @@ def load_yaml(path: str | Path) -> Config:
     try:
         tree = yaml.safe_load(Path(path).read_text())
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}; expected the config.yaml of a run directory") from error
+        raise UserError(
+            f"{path}: {error.strerror or error}; expected the config.yaml of a run directory"
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not YAML ({str(error).splitlines()[0]})") from error
     if not isinstance(tree, dict):

@@ -129,7 +129,7 @@ def layer_bytes(model: ModelConfig, kind: tuple[str, str]) -> int:
 
 def _kda_bytes(model: ModelConfig) -> int:
     channels = model.num_heads * model.kda_head_dim
-    # q, k, v before and after the convolution, q and k normalised; output, its norm, gate logits, gate, product.
+    # q, k, v before and after convolution, q and k normalised; output, norm, gate logits, gate, product.
     rows = (3 + 3 + 2) * channels + 5 * channels
     decay = model.kda_head_dim + channels
     chunk = 2 * model.num_heads * KDA_CHUNK

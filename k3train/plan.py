@@ -36,7 +36,7 @@ ASSUMPTIONS = (
     "experts are evenly loaded, and every sequence is one document",
     f"computation reaches {EFFICIENCY:.0%} of cluster.peak_tflops; the optimizer's own time is left out",
     "expert exchanges and gradient sums do not overlap with computation; pipeline messages do",
-    "states are exact to padding; activations, as autograd keeps them with the fast backends, are an estimate",
+    "states are exact to padding; activations, as autograd keeps them with fast backends, are an estimate",
     "the process itself, its libraries and the allocator's unused blocks come on top of memory_bytes",
     "traffic is what the busiest rank sends in a training step, with collectives as rings",
     "model FLOPs count the head and MTP, causal attention by half, no recomputation and no optimizer",

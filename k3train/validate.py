@@ -1,4 +1,4 @@
-"""Refuses a configuration that cannot work, in one line, before any process group exists. Imports no torch."""
+"""Refuses a configuration that cannot work, in one line, before any process group exists; needs no torch."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("run.steps", "run.microbatches", "run.threads"), 1),
     **dict.fromkeys(
         (
-            "model.num_layers", "model.hidden_size", "model.vocab_size", "model.vocab_multiple", "model.num_heads",
-            "model.kda_head_dim", "model.short_conv_kernel_size", "model.full_attention_every",
+            "model.num_layers", "model.hidden_size", "model.vocab_size", "model.vocab_multiple",
+            "model.num_heads", "model.kda_head_dim", "model.short_conv_kernel_size",
+            "model.full_attention_every",
             "model.q_lora_rank", "model.kv_lora_rank", "model.qk_nope_head_dim", "model.v_head_dim",
             "model.latent_size", "model.expert_ffn_size", "model.dense_ffn_size", "model.top_k",
             "model.attn_res_block_size",
@@ -49,8 +50,8 @@ AT_LEAST: dict[str, float] = {
     **dict.fromkeys(
         (
             "run.seed", "model.qk_extra_head_dim", "model.num_experts", "model.num_shared_experts",
-            "model.num_dense_layers", "model.mtp_loss_weight", "optim.lr", "optim.weight_decay", "optim.clip_norm",
-            "eval.every", "checkpoint.every", "checkpoint.keep", "log.trace_steps",
+            "model.num_dense_layers", "model.mtp_loss_weight", "optim.lr", "optim.weight_decay",
+            "optim.clip_norm", "eval.every", "checkpoint.every", "checkpoint.keep", "log.trace_steps",
         ),
         0,
     ),
@@ -88,7 +89,8 @@ def validate(config: Config, world_size: int, *, inputs: bool = True) -> None:
     Raises UserError for the first problem: key, value and what would be valid.
     """
     checks: list[Check] = [
-        _numbers_are_finite, _choices, _ranges, _features, _pipeline, _ranks, _experts, _model, _data, _cluster,
+        _numbers_are_finite, _choices, _ranges, _features, _pipeline, _ranks, _experts, _model, _data,
+        _cluster,
     ]  # fmt: skip
     if inputs:
         checks += [_input_files, _run_folder, _same_run]
@@ -133,9 +135,13 @@ def _ranges(config: Config, world_size: int) -> None:
             _refuse(config, key, "must be above 0")
     for key, (low, high, closed) in BETWEEN.items():
         if not low <= values[key] < high and not (closed and values[key] == high):
-            _refuse(config, key, f"must be from {low:g} to {high:g}" + ("" if closed else f", {high:g} excluded"))
+            _refuse(
+                config, key, f"must be from {low:g} to {high:g}" + ("" if closed else f", {high:g} excluded")
+            )
     if config.model.gate_lower_bound >= 0:
-        _refuse(config, "model.gate_lower_bound", "must be below 0: it bounds the log of a decay; K3 has -5.0")
+        _refuse(
+            config, "model.gate_lower_bound", "must be below 0: it bounds the log of a decay; K3 has -5.0"
+        )
 
 
 def _features(config: Config, world_size: int) -> None:
@@ -155,7 +161,9 @@ def _pipeline(config: Config, world_size: int) -> None:
         reason = f"must be a multiple of parallel.pipeline={parallel.pipeline} with parallel.virtual above 1"
         _refuse(config, "run.microbatches", reason)
     if chunks > layers:
-        reason = f"{parallel.pipeline} x {parallel.virtual} chunks need as many layers; model.num_layers={layers}"
+        reason = (
+            f"{parallel.pipeline} x {parallel.virtual} chunks need as many layers; model.num_layers={layers}"
+        )
         _refuse(config, "parallel.pipeline", reason)
     cut = parallel.layers_per_chunk
     if cut is None:
@@ -187,7 +195,9 @@ def _experts(config: Config, world_size: int) -> None:
     spread = (parallel.data or 1) * parallel.context
     valid = [n for n in range(1, min(spread, max(experts, 1)) + 1) if spread % n == 0 and experts % n == 0]
     if spread % parallel.expert:
-        _refuse(config, "parallel.expert", f"must divide data x context = {spread}; valid are {_listed(valid)}")
+        _refuse(
+            config, "parallel.expert", f"must divide data x context = {spread}; valid are {_listed(valid)}"
+        )
     if experts % parallel.expert:
         reason = f"must divide model.num_experts={experts}; valid are {_listed(valid)}"
         _refuse(config, "parallel.expert", reason)
@@ -196,12 +206,16 @@ def _experts(config: Config, world_size: int) -> None:
 def _model(config: Config, world_size: int) -> None:
     model = config.model
     if model.num_experts and model.top_k >= model.num_experts:
-        reason = f"must be below model.num_experts={model.num_experts}: the router also reads the next best score"
+        reason = (
+            f"must be below model.num_experts={model.num_experts}: the router also reads the next best score"
+        )
         _refuse(config, "model.top_k", reason)
     if model.num_experts and model.num_dense_layers > model.num_layers:
         _refuse(config, "model.num_dense_layers", f"at most model.num_layers={model.num_layers}")
     if model.num_experts and model.latent_size > model.hidden_size:
-        _refuse(config, "model.latent_size", f"at most model.hidden_size={model.hidden_size}; K3 has half of it")
+        _refuse(
+            config, "model.latent_size", f"at most model.hidden_size={model.hidden_size}; K3 has half of it"
+        )
 
 
 def _data(config: Config, world_size: int) -> None:
@@ -209,7 +223,9 @@ def _data(config: Config, world_size: int) -> None:
     if data.source == "bundled":
         for key in ("train", "valid", "train_weights"):
             if getattr(data, key):
-                _refuse(config, f"data.{key}", "is read with data=indexed only; add data=indexed or leave it out")
+                _refuse(
+                    config, f"data.{key}", "is read with data=indexed only; add data=indexed or leave it out"
+                )
     elif data.max_bytes is not None:
         _refuse(config, "data.max_bytes", "cuts the bundled corpus only; leave it out with data=indexed")
     weights = data.train_weights
@@ -223,7 +239,8 @@ def _cluster(config: Config, world_size: int) -> None:
     cluster = config.cluster
     assert cluster.ranks_per_node is not None, "the layout has not been resolved"
     if cluster.nodes * cluster.ranks_per_node != world_size:
-        reason = f"x cluster.ranks_per_node={cluster.ranks_per_node} differs from the {world_size} ranks of the layout"
+        per_node = cluster.ranks_per_node
+        reason = f"x cluster.ranks_per_node={per_node} ranks, but the layout has {world_size}"
         _refuse(config, "cluster.nodes", reason)
     if not re.fullmatch(r"(\d+-)?\d{1,2}:\d{2}:\d{2}", cluster.time_limit):
         _refuse(config, "cluster.time_limit", "write HH:MM:SS or DAYS-HH:MM:SS")
@@ -237,14 +254,22 @@ def _input_files(config: Config, world_size: int) -> None:
         for prefix in getattr(data, key):
             missing = [end for end in (".bin", ".idx") if not Path(f"{prefix}{end}").expanduser().is_file()]
             if missing:
-                _refuse(config, f"data.{key}", f"{prefix}{missing[0]} does not exist; a prefix names a .bin/.idx pair")
+                _refuse(
+                    config,
+                    f"data.{key}",
+                    f"{prefix}{missing[0]} does not exist; a prefix names a .bin/.idx pair",
+                )
     if data.tokenizer != "byte" and not Path(data.tokenizer).expanduser().exists():
         _refuse(config, "data.tokenizer", "no such file; use byte, a tokenizer.json or a tiktoken file")
     from .data.tokenizer import byte_vocab_size, load_tokenizer
 
     needed = byte_vocab_size() if data.tokenizer == "byte" else load_tokenizer(data.tokenizer).vocab_size
     if (model.vocab_size or 0) < needed:
-        _refuse(config, "model.vocab_size", f"the tokenizer {data.tokenizer} needs at least {needed}; or leave it out")
+        _refuse(
+            config,
+            "model.vocab_size",
+            f"the tokenizer {data.tokenizer} needs at least {needed}; or leave it out",
+        )
 
 
 def _run_folder(config: Config, world_size: int) -> None:
@@ -256,7 +281,11 @@ def _run_folder(config: Config, world_size: int) -> None:
         _refuse(config, "run.dir", f"{existing} cannot be written; name another folder")
     free = shutil.disk_usage(existing).free
     if free < MIN_FREE_BYTES:
-        _refuse(config, "run.dir", f"{free >> 20} MiB are free on its disk; {MIN_FREE_BYTES >> 20} MiB is the least")
+        _refuse(
+            config,
+            "run.dir",
+            f"{free >> 20} MiB are free on its disk; {MIN_FREE_BYTES >> 20} MiB is the least",
+        )
 
 
 def _same_run(config: Config, world_size: int) -> None:
@@ -266,5 +295,7 @@ def _same_run(config: Config, world_size: int) -> None:
     before = fixed_keys(load_yaml(saved))
     for key, value in fixed_keys(config).items():
         if value != before[key]:
-            reason = f"the run in {config.run.dir} has {_shown(before[key])}; keep that, or set another run.dir"
+            reason = (
+                f"the run in {config.run.dir} has {_shown(before[key])}; keep that, or set another run.dir"
+            )
             _refuse(config, key, reason)

@@ -39,11 +39,20 @@ def main(arguments: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     """The options of `data prepare`."""
     made = _Parser(prog="k3train data prepare", description=__doc__, allow_abbrev=False)
-    made.add_argument("inputs", nargs="+", metavar="INPUT", help=".jsonl, .txt or .parquet, also .gz or .zst; a folder or glob")
+    made.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help=".jsonl, .txt or .parquet, also .gz or .zst; a folder or glob",
+    )
     made.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
-    made.add_argument("--tokenizer", default="byte", help="byte, or a tokenizer.json or tiktoken file (%(default)s)")
+    made.add_argument(
+        "--tokenizer", default="byte", help="byte, or a tokenizer.json or tiktoken file (%(default)s)"
+    )
     made.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (%(default)s)")
-    made.add_argument("--text-key", default="text", help="field of each record that holds the text (%(default)s)")
+    made.add_argument(
+        "--text-key", default="text", help="field of each record that holds the text (%(default)s)"
+    )
     made.add_argument(
         "--no-resume", dest="resume", action="store_false", help="start again, over what an earlier call made"
     )

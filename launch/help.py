@@ -30,8 +30,9 @@ USAGE = {
 TAKES_OVERRIDES = ("train", "plan", "launch")
 
 COMMON = (
-    "run.dir", "run.steps", "run.seed", "run.microbatches", "run.resume", "checkpoint.every", "parallel.pipeline",
-    "parallel.virtual", "parallel.expert", "parallel.data", "parallel.zero", "optim.lr", "log.wandb",
+    "run.dir", "run.steps", "run.seed", "run.microbatches", "run.resume", "checkpoint.every",
+    "parallel.pipeline", "parallel.virtual", "parallel.expert", "parallel.data", "parallel.zero",
+    "optim.lr", "log.wandb",
 )  # fmt: skip
 
 
@@ -41,8 +42,8 @@ def general() -> str:
     return (
         "usage: k3train VERB [OVERRIDE...]\n\n"
         f"{verbs}\n\n{overrides()}\n\n"
-        "k3train VERB --help says more; --version prints the version. Exit status: 0 done, or interrupted and\n"
-        "saved; 2 refused configuration or input; 1 anything else."
+        "k3train VERB --help says more; --version prints the version.\n"
+        "exit status: 0 done, or interrupted and saved; 2 refused configuration or input; 1 anything else"
     )
 
 
@@ -59,10 +60,14 @@ def verb(name: str) -> str:
 def overrides() -> str:
     """The recipes, the groups and the keys that are set most."""
     recipes = "\n".join(
-        textwrap.fill(summary("recipe", name), 108, initial_indent=f"  {name:<18}", subsequent_indent=" " * 20)
+        textwrap.fill(
+            summary("recipe", name), 108, initial_indent=f"  {name:<18}", subsequent_indent=" " * 20
+        )
         for name in groups()["recipe"]
     )
-    options = "\n".join(f"  {name:<12}{', '.join(values)}" for name, values in groups().items() if name != "recipe")
+    options = "\n".join(
+        f"  {name:<12}{', '.join(values)}" for name, values in groups().items() if name != "recipe"
+    )
     common = "\n".join(_described(name) for name in COMMON)
     return (
         f"recipes (recipe=NAME)\n{recipes}\n\ngroups (GROUP=NAME)\n{options}\n\n"
@@ -75,4 +80,6 @@ def _described(name: str) -> str:
     default = "derived" if key.default is None else str(key.default)
     default = default.lower() if isinstance(key.default, bool) else default
     meaning = key.meaning or f"expects {key.expected}"
-    return textwrap.fill(meaning, 108, initial_indent=f"  {name + '=' + default:<32}", subsequent_indent=" " * 34)
+    return textwrap.fill(
+        meaning, 108, initial_indent=f"  {name + '=' + default:<32}", subsequent_indent=" " * 34
+    )

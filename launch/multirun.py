@@ -15,10 +15,10 @@ from types import FrameType
 from hydra.core.override_parser.types import Override
 
 from k3train.errors import UserError
+from k3train.train.signals import STOP_SIGNALS
 
 from .compose import ready
 from .overrides import parse
-from .signals import STOP_SIGNALS
 
 
 @dataclass

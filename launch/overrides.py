@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -27,14 +28,21 @@ def parse(overrides: Sequence[str]) -> list[Override]:
             parsed += parser.parse_overrides([text])
         except OverrideParseException as error:
             if "=" not in text:
-                raise UserError(f"{text}: not an override; write key=value, for example run.steps=10") from error
-            raise UserError(f"{text}: cannot be read; quote values with special characters: key='value'") from error
+                raise UserError(
+                    f"{text}: not an override; write key=value, for example run.steps=10"
+                ) from error
+            raise UserError(
+                f"{text}: cannot be read; quote values with special characters: key='value'"
+            ) from error
     return parsed
 
 
 def check_overrides(overrides: Sequence[str]) -> list[str]:
     """The overrides as Hydra should see them. Raises UserError for an unknown key, option or syntax."""
-    return [_checked(override) for override in parse(overrides)]
+    parsed = parse(overrides)
+    # Folders of the user's own may hold options that the package does not ship; Hydra looks those up.
+    own = any(override.key_or_group == "hydra.searchpath" for override in parsed)
+    return [_checked(override, own) for override in parsed]
 
 
 @contextmanager
@@ -54,7 +62,7 @@ def closest(name: str, candidates: Sequence[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _checked(override: Override) -> str:
+def _checked(override: Override, own_options: bool) -> str:
     text, key = str(override.input_line), override.key_or_group
     if override.is_delete():
         raise UserError(f"{text}: keys cannot be removed; set another value, or null where the key allows it")
@@ -65,8 +73,9 @@ def _checked(override: Override) -> str:
     if key.startswith("hydra."):
         return text
     if key in groups() and not isinstance(override.value(), dict):
-        _check_option(key, override.value())
-    elif key in keys() and keys()[key].is_mapping or _mapping_of(key):
+        if not own_options:
+            _check_option(key, override.value())
+    elif _mapping_of(key):
         return f"++{text.lstrip('+')}"
     elif key in sections():
         _check_section(text, key, override.value())
@@ -87,19 +96,21 @@ def _check_section(text: str, section: str, value: object) -> None:
 
 
 def _mapping_of(key: str) -> bool:
-    """Whether `key` lies inside a key that takes a mapping."""
-    parent = key.rpartition(".")[0]
-    return parent in keys() and keys()[parent].is_mapping
+    """Whether `key` takes a mapping, or lies inside one that does."""
+    names = (key, key.rpartition(".")[0])
+    return any(name in keys() and keys()[name].is_mapping for name in names)
 
 
 def _one_line(error: Exception, overrides: list[Override]) -> str:
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    full_key = str(getattr(cause, "full_key", None) or "")
+    text = str(cause)
+    noted = re.search(r"full_key: (\S+)", text)  # Hydra keeps the text of an error in a file, not its fields
+    full_key = str(getattr(cause, "full_key", None) or (noted[1] if noted else ""))
     name = full_key.partition("[")[0]
     given = [str(override.input_line) for override in overrides if override.key_or_group == name]
-    first = str(cause).splitlines()[0]
+    first = re.sub(r"^In '.*': \w+ raised while composing config:\n", "", text).splitlines()[0]
     if isinstance(cause, ValidationError) and name in keys():
         return f"{given[-1]}: expected {keys()[name].expected}" if given else f"{name}: {first}"
     where = f"{given[-1]}: " if given else f"{full_key}: " if full_key and full_key not in first else ""

@@ -1,19 +1,24 @@
-"""`k3train plan`: parameters, memory, traffic, bubbles and step time of a configuration, without allocating it."""
+"""`k3train plan`: what a configuration needs and how long a step takes, before anything is allocated."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 
-from .compose import ready
+from k3train.plan import plan, render
+
+from .compose import ready, world_size
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the plan; with --json as one JSON object."""
     overrides = [argument for argument in arguments if argument != "--json"]
     config = ready(overrides, inputs=False)
-    from k3train.plan import plan, render
+    result = plan(config, world_size(config))
+    if "--json" in arguments:
+        print(json.dumps(result))
+    else:
+        from rich.console import Console
 
-    result = plan(config)
-    print(json.dumps(result) if "--json" in arguments else render(result))
+        Console().print(render(result))
     return 0

@@ -23,7 +23,9 @@ def main(arguments: Sequence[str]) -> int:
     if len(folders) != 1:
         raise UserError(f"sample: {len(folders)} run folders given; name one, then prompt=TEXT")
     if not (Path(folders[0]) / "config.yaml").is_file():
-        raise UserError(f"{folders[0]}: not a run folder (it has no config.yaml); name one that `k3train train` wrote")
+        raise UserError(
+            f"{folders[0]}: not a run folder (it has no config.yaml); name one that `k3train train` wrote"
+        )
     options = dict(_option(argument) for argument in arguments if "=" in argument)
     if "prompt" not in options:
         raise UserError('sample: prompt is missing; for example prompt="def "')

@@ -9,7 +9,8 @@ import sys
 import threading
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from k3train.train.signals import STOP_SIGNALS
+
 RETRY_SECONDS = 0.3
 
 

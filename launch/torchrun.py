@@ -1,8 +1,8 @@
 """torchrun with signals that save and exit statuses that mean something.
 
-`python -m launch.torchrun OPTIONS -m launch.train OVERRIDES` takes torchrun's own options. It differs in this:
-SIGTERM, SIGINT and SIGUSR1 go to the workers, which save and end by themselves however long that takes; a
-configuration that workers refuse is one line and exit status 2; a worker that dies is one line, not a traceback.
+`python -m launch.torchrun OPTIONS -m launch.train OVERRIDES` takes torchrun's own options. It differs so:
+SIGTERM, SIGINT and SIGUSR1 go to the workers, which save and end by themselves however long that takes; what
+workers refuse is one line and exit status 2; a worker that dies is one line, not a traceback of the agent's.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
+from k3train.train.signals import STOP_SIGNALS
+
 from . import status
-from .signals import STOP_SIGNALS, redeliver
+from .signals import redeliver
 
 
 def run_standalone(ranks: int, threads: int, overrides: Sequence[str]) -> int:
@@ -68,10 +70,8 @@ def _forwarding(folder: str, workers: int) -> Iterator[None]:
 
 
 def _signal(pid: int, number: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def _explain(error: object, workers: list[status.WorkerStatus]) -> int:

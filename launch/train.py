@@ -25,6 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     config = ready(arguments)
     cluster = config.cluster
     assert cluster.ranks_per_node is not None
+    defer_until_loop()
     if "RANK" in os.environ or cluster.nodes * cluster.ranks_per_node == 1:
         return _train(config)
     if cluster.nodes > 1:
@@ -60,7 +61,6 @@ def worker(arguments: Sequence[str]) -> int:
 
 def _train(config: Config) -> int:
     os.environ["OMP_NUM_THREADS"] = str(config.run.threads)
-    defer_until_loop()
     from k3train.train.loop import train
 
     return train(config)

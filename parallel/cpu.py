@@ -1,7 +1,8 @@
 """Lets megatron-core run on CPU and gloo. The only file that changes anything outside this project.
 
-megatron-core names CUDA directly in hundreds of places. Where CUDA is available nothing here has any
-effect; CPU entry points and tests call `enable_cpu` before megatron.core is imported.
+megatron-core names CUDA directly in hundreds of places; what stands here is what a training run, its
+checkpoints and its tests were seen to reach. Where CUDA is available nothing here has any effect. CPU entry
+points and tests call `enable_cpu` before megatron.core is imported.
 """
 
 from __future__ import annotations
@@ -11,30 +12,21 @@ import logging
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange")
+FACTORIES = ("tensor", "zeros")
 
 
 class _Idle:
-    """Stands for a stream or an event: work on a CPU is already in order."""
+    """Stands for a stream: work on a CPU is already in order."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_stream(self, *args: Any) -> None: ...
-
-    def wait_event(self, *args: Any) -> None: ...
+    def wait_stream(self, stream: _Idle) -> None: ...
 
     def synchronize(self) -> None: ...
-
-    def record(self, *args: Any) -> None: ...
-
-    def record_event(self, *args: Any) -> _Idle:
-        return self
 
     def __enter__(self) -> _Idle:
         return self
@@ -66,6 +58,7 @@ def enable_cpu() -> bool:
 def _redirect_devices() -> None:
     """Tensors that megatron-core asks for on "cuda" or on the current device are made on the CPU."""
     cpu = torch.device("cpu")
+    # Buffers, pipeline payloads and all-to-all outputs are made on the current device.
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
 
     def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -77,38 +70,26 @@ def _redirect_devices() -> None:
 
         return make
 
+    # The schedules' token counts and the optimizers' scales have device="cuda" written out.
     for name in FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
-    # Checkpoint loading and gradient statistics move tensors explicitly.
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
-    barrier = torch.distributed.barrier
-
-    @functools.wraps(barrier)
-    def barrier_without_devices(*args: Any, **kwargs: Any) -> Any:
-        # gloo refuses the argument.
-        kwargs.pop("device_ids", None)
-        return barrier(*args, **kwargs)
-
-    torch.distributed.barrier = barrier_without_devices
 
 
 def _still_streams() -> None:
-    """Streams, events and profiler ranges do nothing. One object per name, or torch._dynamo objects."""
+    """Streams do nothing. One object per name, or torch._dynamo objects."""
     idle = _Idle()
+    # The token dispatcher copies its split sizes on a side stream.
     torch.cuda.Stream = _Idle  # type: ignore[assignment,misc]
-    torch.cuda.Event = _Idle  # type: ignore[assignment,misc]
-    torch.cuda.current_stream = lambda *args: idle  # type: ignore[assignment,return-value]
     torch.cuda.stream = lambda stream: idle  # type: ignore[assignment,return-value]
+    # Gradient buffers and the dispatcher order themselves behind the current stream.
+    torch.cuda.current_stream = lambda *args: idle  # type: ignore[assignment,return-value]
+    # Exchanges between pipeline stages wait for the device.
     torch.cuda.synchronize = lambda *args: None  # type: ignore[assignment]
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
-    torch.cuda.nvtx.range_push = lambda message: 0
-    torch.cuda.nvtx.range_pop = lambda: 0
 
 
 def _share_random_state() -> None:
     """The tracker of model-parallel random states works on the one generator that a CPU has."""
     torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()  # type: ignore[assignment]
-    torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
 
 
@@ -124,35 +105,49 @@ def _answer_cuda_types() -> None:
 
 
 def _import_megatron() -> None:
-    """Import megatron-core quietly and without compiling; then mend what needs the imported modules."""
-    compile_ = torch.compile
+    """Import megatron-core, then mend what needs the imported modules."""
+    with _plain_import():
+        import megatron.core
+        import megatron.core.optimizer
+        from megatron.core.jit import disable_jit_fuser
+        from megatron.core.tensor_parallel import random
+        from megatron.core.transformer.moe import token_dispatcher
+    disable_jit_fuser()
+    # The tracker and recomputation set and read the device's generator through a pair of their own.
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_host
+
+
+@contextmanager
+def _plain_import() -> Iterator[None]:
+    """Import without compiling, without remarks on absent GPU libraries, and without what is not needed."""
+    compile_, level = torch.compile, logging.root.manager.disable
 
     def identity(model: Any = None, **kwargs: Any) -> Any:
         return model if model is not None else lambda function: function
 
+    # Decorated functions would be compiled at their first call, which needs a C++ compiler.
     torch.compile = identity  # type: ignore[assignment]
+    logging.disable(logging.WARNING)
     try:
         import triton  # noqa: F401
     except ImportError:
         # Imported at the top of a module that only GPUs use.
         sys.modules["megatron.core.transformer.moe.ops.paged_stash"] = types.ModuleType("paged_stash")
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    # Its timers import wandb for a feature that is not used here: half a second.
+    unwanted = "wandb" not in sys.modules
+    if unwanted:
+        sys.modules["wandb"] = None  # type: ignore[assignment]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            import megatron.core
-            import megatron.core.optimizer
-            from megatron.core.jit import disable_jit_fuser
-            from megatron.core.tensor_parallel import random
-            from megatron.core.transformer.moe import token_dispatcher
+            yield
     finally:
         torch.compile = compile_
         logging.disable(level)
-    disable_jit_fuser()
-    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    token_dispatcher.maybe_move_tensor_to_cpu = _to_host
+        if unwanted:
+            del sys.modules["wandb"]
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

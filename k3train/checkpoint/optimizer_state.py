@@ -10,11 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import (
-    dict_list_map_inplace,
-    extract_matching_values,
-    merge,
-)
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -28,37 +24,34 @@ METADATA = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoi
 State = dict[Any, Any]
 
 
-def describe(optimizer: MegatronOptimizer, model_state: State, *, is_loading: bool) -> tuple[State, State]:
-    """The optimizer's state in two parts of the same structure.
+def describe(optimizer: MegatronOptimizer, model_state: State, *, is_loading: bool) -> State:
+    """The optimizer's state as sharded tensors and objects of megatron-core.
+
+    Settings of parameter groups stay out of the checkpoint: megatron-core would give rank 0's to all ranks.
 
     Args:
         model_state: the model's sharded state, under "model", or "model0", "model1"... with several chunks.
-
-    Returns:
-        what goes into the checkpoint, as sharded tensors and objects; and what this rank knows by itself
-        (settings of parameter groups), which megatron-core would take from rank 0 for all.
     """
     _fill_empty_state(optimizer)
+    if is_loading:
+        # megatron-core leaves a counter of zero out, and AdamW then misses it.
+        _set_steps(optimizer, [1.0] * len(_inner_optimizers(optimizer)))
     with torch.no_grad():
         described = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=dict(METADATA))
-    return extract_matching_values(
-        described, lambda value: isinstance(value, ShardedBase | ShardedTensorFactory), return_lists_as_dicts=True
-    )
+    dict_list_map_inplace(_keep_local, described)
+    return described
 
 
-def restore(optimizer: MegatronOptimizer, loaded: State, own: State, steps: list[float | None]) -> None:
+def restore(optimizer: MegatronOptimizer, loaded: State, steps: list[float | None]) -> None:
     """Put loaded state into the optimizer.
 
     Args:
-        loaded: first part of `describe(is_loading=True)`, with the tensors read from the checkpoint.
-        own: its second part.
+        loaded: what megatron-core made of `describe(is_loading=True)`.
         steps: what `step_counts` said when the checkpoint was made.
     """
-    dict_list_map_inplace(_unwrap, own)
     with torch.no_grad():
-        optimizer.load_state_dict(_restore_lists(merge(own, loaded)))
-    for inner, step in zip(_inner_optimizers(optimizer), steps, strict=True):
-        _set_step(inner, step)
+        optimizer.load_state_dict(loaded)
+    _set_steps(optimizer, steps)
 
 
 def step_counts(optimizer: MegatronOptimizer) -> list[float | None]:
@@ -102,6 +95,11 @@ def _step_count(inner: torch.optim.Optimizer) -> float | None:
     return counts.pop() if counts else None
 
 
+def _set_steps(optimizer: MegatronOptimizer, steps: list[float | None]) -> None:
+    for inner, step in zip(_inner_optimizers(optimizer), steps, strict=True):
+        _set_step(inner, step)
+
+
 def _set_step(inner: torch.optim.Optimizer, step: float | None) -> None:
     if _counts_per_parameter(inner):
         for parameter in _parameters(inner):
@@ -117,21 +115,6 @@ def _set_step(inner: torch.optim.Optimizer, step: float | None) -> None:
                 group["step"] = int(step)
 
 
-def _unwrap(value: Any) -> Any:
-    return value.unwrap() if isinstance(value, LocalNonpersistentObject) else value
-
-
-def _restore_lists(value: Any) -> Any:
-    """Lists that `describe` split over two parts come back as dicts from place to value."""
-    if not isinstance(value, dict):
-        return value
-    return {key: _as_list(part) if key in _LISTS else _restore_lists(part) for key, part in value.items()}
-
-
-_LISTS = ("param_groups", "fp32_from_fp16_params")
-
-
-def _as_list(value: Any) -> Any:
-    if isinstance(value, dict) and value and all(isinstance(key, int) for key in value):
-        return [_as_list(value[key]) for key in sorted(value)]
-    return value
+def _keep_local(value: Any) -> Any:
+    sharded = isinstance(value, ShardedBase | ShardedTensorFactory | LocalNonpersistentObject)
+    return value if sharded else LocalNonpersistentObject(value)

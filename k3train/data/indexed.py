@@ -80,7 +80,7 @@ def open_corpus(prefix: str) -> IndexedCorpus:
     Raises:
         UserError: a file is missing, is of another kind, or the two do not belong together.
     """
-    bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    bin_path, idx_path = Path(f"{prefix}.bin").expanduser(), Path(f"{prefix}.idx").expanduser()
     for path in (bin_path, idx_path):
         if not path.is_file():
             raise UserError(f"{path} does not exist; `k3train data prepare` makes the .bin/.idx pair")

@@ -49,8 +49,7 @@ class PreparedInfo:
     recipe: str
     """SHA-256 of the inputs (path, size, time of change) and settings."""
 
-    def summary(self) -> str:
-        """One line for a person."""
+    def __str__(self) -> str:
         left_out = f", {self.empty:,} empty ones left out" if self.empty else ""
         return (
             f"{self.prefix}.bin/.idx: {self.documents:,} documents{left_out}, {self.tokens:,} tokens "
@@ -101,6 +100,7 @@ def prepare(
         raise UserError(f"workers={workers}; valid: 1 or more")
     if not Path(output_prefix).name or Path(output_prefix).is_dir():
         raise UserError(f"output prefix {output_prefix!r} is a folder; name files in it, as in data/train")
+    output_prefix = str(Path(output_prefix).expanduser())
     encoder = load_tokenizer(tokenizer)
     try:
         files = find_inputs(inputs)
@@ -176,7 +176,7 @@ def _recipe(files: list[Path], encoder: Tokenizer, text_key: str, shard_bytes: i
 
 def read_info(prefix: str) -> PreparedInfo | None:
     """The `.json` beside a corpus; None when there is none, as beside Megatron's own tools' files."""
-    path = Path(f"{prefix}.json")
+    path = Path(f"{prefix}.json").expanduser()
     if not path.is_file():
         return None
     try:

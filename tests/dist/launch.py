@@ -21,7 +21,9 @@ class WorkersFailed(RuntimeError):
     """A worker ended badly or too late; the message holds what every rank printed."""
 
 
-def run_workers(target: str, world_size: int, args: dict[str, Any] | None = None, timeout: float = 120) -> list[Any]:
+def run_workers(
+    target: str, world_size: int, args: dict[str, Any] | None = None, timeout: float = 120
+) -> list[Any]:
     """Call `target` ("module:function") with keyword arguments `args` on every rank.
 
     The function is called after `parallel.cpu.enable_cpu`, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
@@ -44,7 +46,9 @@ def run_workers(target: str, world_size: int, args: dict[str, Any] | None = None
         finally:
             stop_workers(workers)
         if failure:
-            raise WorkersFailed(f"{target} on {world_size} ranks: {failure}\n{_outputs(Path(folder), world_size)}")
+            raise WorkersFailed(
+                f"{target} on {world_size} ranks: {failure}\n{_outputs(Path(folder), world_size)}"
+            )
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
@@ -118,9 +122,10 @@ def _work(target: str, args: str, folder: str) -> None:
     from parallel.cpu import enable_cpu
 
     enable_cpu()
+    answer_file = Path(folder) / f"{os.environ['RANK']}.json"
     module, _, function = target.partition(":")
     answer = getattr(importlib.import_module(module), function)(**json.loads(args))
-    (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(answer))
+    answer_file.write_text(json.dumps(answer))
 
 
 if __name__ == "__main__":

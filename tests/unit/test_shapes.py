@@ -1,11 +1,13 @@
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from k3train import shapes
-from k3train.config import ModelConfig
+from k3train.config import Config, ModelConfig
 from k3train.errors import UserError
+from tests.dist.launch import run_workers
 
 TINY = ModelConfig(vocab_size=4096)
 SMALL = ModelConfig(
@@ -131,3 +133,58 @@ def test_vocabulary_is_rounded_up_or_asked_for() -> None:
     assert shapes.vocab_rows(TINY, 259) == 4096
     with pytest.raises(UserError, match=r"model\.vocab_size"):
         shapes.vocab_rows(ModelConfig())
+
+
+BUILT = {
+    "tiny": ModelConfig(vocab_size=320),
+    "bf16": ModelConfig(vocab_size=320, dtype="bfloat16"),
+    "dense without MTP": ModelConfig(vocab_size=320, num_layers=5, num_experts=0, mtp_layers=0),
+    "odd sizes": ModelConfig(
+        vocab_size=192, num_layers=3, hidden_size=48, num_heads=3, kda_head_dim=16, q_lora_rank=20,
+        kv_lora_rank=12, qk_nope_head_dim=8, qk_extra_head_dim=4, v_head_dim=24, num_experts=6, top_k=2,
+        num_shared_experts=3, latent_size=28, expert_ffn_size=36, dense_ffn_size=44, num_dense_layers=2,
+        short_conv_kernel_size=3, full_attention_every=2,
+    ),
+}  # fmt: skip
+
+
+def build() -> dict[str, dict[str, list[list[Any]]]]:
+    """[name, shape, dtype, trainable] of what each real model holds; runs in a process of its own."""
+    from k3train.model.decoder import LanguageModelChunk
+    from k3train.model.naming import named_parameters
+    from k3train.model.transformer_config import transformer_config
+    from parallel import groups
+    from parallel.topology import Topology
+
+    collection = groups.initialize(Topology(), timeout_minutes=1, seed=1).pg_collection
+    held = {}
+    for name, model in BUILT.items():
+        layers = range(model.num_layers)
+        chunk = LanguageModelChunk(transformer_config(Config(model=model)), layers, collection)
+        saved = chunk.state_dict().keys()
+        held[name] = {
+            "parameters": [entry(*pair) for pair in named_parameters(chunk)],
+            "buffers": [entry(*pair) for pair in chunk.named_buffers() if pair[0] in saved],
+        }
+    groups.destroy()
+    return held
+
+
+def entry(name: str, tensor: Any) -> list[Any]:
+    dtype = {"torch.float32": "fp32", "torch.bfloat16": "bf16"}[str(tensor.dtype)]
+    return [name, list(tensor.shape), dtype, tensor.requires_grad]
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, dict[str, list[list[Any]]]]:
+    [held] = run_workers("tests.unit.test_shapes:build", 1)
+    return held
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_tensors_equal_those_of_the_built_model(
+    name: str, built: dict[str, dict[str, list[list[Any]]]]
+) -> None:
+    for kind, listed in (("parameters", shapes.parameters), ("buffers", shapes.buffers)):
+        expected = [[e.name, list(e.shape), e.dtype, e.trainable] for e in listed(BUILT[name])]
+        assert sorted(built[name][kind]) == sorted(expected)

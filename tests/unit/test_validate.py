@@ -48,7 +48,10 @@ SINGLE = ["recipe=tiny", "parallel=single"]
         ),
         ([*SINGLE, "parallel.data=3", "parallel.expert=2"], ["parallel.expert=2", "data x context = 3"]),
         ([*SINGLE, "parallel.expert=5"], ["parallel.expert=5", "model.num_experts=32", "valid are 1"]),
-        ([*SINGLE, "parallel.expert=2", "model.num_experts=0"], ["parallel.expert=2", "no experts to spread"]),
+        (
+            [*SINGLE, "parallel.expert=2", "model.num_experts=0"],
+            ["parallel.expert=2", "no experts to spread"],
+        ),
         (["parallel.context=2"], ["parallel.context=2", "not available in this version"]),
         (["parallel.zero=2"], ["parallel.zero=2", "not available in this version"]),
         (["parallel.zero=3"], ["parallel.zero=3", "valid are 0, 1, 2"]),
@@ -97,7 +100,9 @@ def test_half_a_pair_of_files_is_refused(tmp_path: Path) -> None:
         ready(overrides)
     (tmp_path / "a.idx").touch()
     assert ready(overrides).data.train == [f"{tmp_path}/a"]
-    assert ready(["recipe=tiny", "data=indexed", "data.train=[elsewhere]"], inputs=False).data.train == ["elsewhere"]
+    assert ready(["recipe=tiny", "data=indexed", "data.train=[elsewhere]"], inputs=False).data.train == [
+        "elsewhere"
+    ]
 
 
 def test_run_folder_has_to_be_a_folder(tmp_path: Path) -> None:
@@ -116,7 +121,9 @@ def test_a_folder_of_another_run_is_refused_unless_it_starts_anew(tmp_path: Path
     base = ["recipe=tiny", f"run.dir={tmp_path}"]
     (tmp_path / "config.yaml").write_text(to_yaml(ready(base)))
     assert ready([*base, "run.steps=500", "log=wandb", "checkpoint.every=7"]).run.steps == 500
-    with pytest.raises(UserError, match=r"optim\.lr=0\.5: the run in .* has 0\.002; keep that, or set another run\.dir"):
+    with pytest.raises(
+        UserError, match=r"optim\.lr=0\.5: the run in .* has 0\.002; keep that, or set another run\.dir"
+    ):
         ready([*base, "optim.lr=0.5"])
     assert ready([*base, "optim.lr=0.5", "run.resume=false"]).optim.lr == 0.5
 

@@ -89,7 +89,7 @@ def test_every_format_in_order(folder: Path, tmp_path: Path) -> None:
         info.tokens,
     )
     assert leftovers(tmp_path / "out") == ["out.bin", "out.idx", "out.json"]
-    assert "120 documents" in info.summary()
+    assert "120 documents" in str(info)
 
 
 def test_workers_and_shards_leave_the_files_alone(folder: Path, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_empty_documents_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(line("") + line("x") + line(""))
     info = run(tmp_path / "a.jsonl", tmp_path / "out")
     assert (info.documents, info.tokens, info.empty) == (1, 2, 2)
-    assert "2 empty ones left out" in info.summary()
+    assert "2 empty ones left out" in str(info)
 
 
 class Broken(Exception):

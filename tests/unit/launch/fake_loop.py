@@ -15,7 +15,9 @@ from k3train.errors import UserError
 def module() -> ModuleType:
     """A module object with the `train` that FAKE_LOOP names."""
     made = ModuleType("k3train.train.loop")
-    made.train = {"refuse": refuse, "crash": crash, "wait": wait, "reduce": reduce, "log": log}[os.environ["FAKE_LOOP"]]
+    made.train = {"refuse": refuse, "crash": crash, "wait": wait, "reduce": reduce, "log": log}[
+        os.environ["FAKE_LOOP"]
+    ]
     return made
 
 
@@ -61,7 +63,7 @@ def reduce(config: Config) -> int:
 def log(config: Config) -> int:
     folder = Path(config.run.dir)
     folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5}\n{"step": 2, "loss": %g}\n{"st' % config.optim.lr)
+    (folder / "metrics.jsonl").write_text(f'{{"step": 2, "loss": {config.optim.lr}}}\n{{"st')
     return 1 if config.run.seed == 2 else 0
 
 

@@ -37,7 +37,10 @@ def probe(folder: Path, *arguments: str) -> tuple[str, str]:
         (["train", "optim.lr=x"], "optim.lr=x: expected a number"),
         (["train", "parallel.context=2"], "parallel.context=2: context parallelism is not available"),
         (["train", "data=indexed"], "data.train=[]: name at least one prefix"),
-        (["train", "recipe=k3_pretrain", "data=bundled"], "cluster.nodes=128: `k3train train` starts one machine"),
+        (
+            ["train", "recipe=k3_pretrain", "data=bundled"],
+            "cluster.nodes=128: `k3train train` starts one machine",
+        ),
         (["train", "-m", "run.steps=0,1"], "run.steps=0: must be at least 1"),
         (["plan", "run.stepz=1"], "run.stepz=1: no such key; did you mean run.steps?"),
         (["trian"], "trian: no such verb; did you mean train?"),
@@ -54,12 +57,16 @@ def test_a_refusal_is_one_line_and_status_2_without_torch(
 ) -> None:
     outcome, err = probe(tmp_path, *arguments)
     assert outcome.startswith("2 False")
-    assert err.startswith(f"k3train: {message}" if arguments[:2] != ["data", "prepare"] else "k3train: data prepare: ")
+    assert err.startswith(
+        f"k3train: {message}" if arguments[:2] != ["data", "prepare"] else "k3train: data prepare: "
+    )
     assert message in err and err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["train", "--help"], ["data", "prepare", "-h"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["--help"], ["train", "--help"], ["data", "prepare", "-h"], ["--version"]]
+)
 def test_help_needs_neither_hydra_nor_torch(tmp_path: Path, arguments: list[str]) -> None:
     assert probe(tmp_path, *arguments) == ("0 False False", "")
 
@@ -87,7 +94,12 @@ def test_prepare_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     monkeypatch.setitem(sys.modules, "k3train.data.prepare", types.SimpleNamespace(prepare=prepare))
     assert data.main(["prepare", "a", "b", "--output", "out", "--workers", "3", "--no-resume"]) == 0
-    assert seen == {"arguments": (["a", "b"], "out", "byte"), "workers": 3, "text_key": "text", "resume": False}
+    assert seen == {
+        "arguments": (["a", "b"], "out", "byte"),
+        "workers": 3,
+        "text_key": "text",
+        "resume": False,
+    }
 
 
 def test_sample_passes_its_options_on(

@@ -66,7 +66,10 @@ def test_zero_and_vocabulary_are_derived() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("recipe=tinny", "recipe=tinny: no such recipe; valid are h200_slice, h200_small, k3_pretrain, tiny,"),
+        (
+            "recipe=tinny",
+            "recipe=tinny: no such recipe; valid are h200_slice, h200_small, k3_pretrain, tiny,",
+        ),
         ("optim=sgd", "optim=sgd: no such optim; valid are adamw, muon"),
         ("run.stepz=3", "run.stepz=3: no such key; did you mean run.steps?"),
         ("hidden_size=3", "hidden_size=3: no such key; did you mean model.hidden_size?"),
@@ -100,5 +103,7 @@ def test_a_group_file_with_a_key_of_another_version_is_refused(tmp_path) -> None
     (tmp_path / "optim/adamw.yaml").write_text("name: adamw\n")
     (tmp_path / "log").mkdir()
     (tmp_path / "log/extra.yaml").write_text("evry: 3\n")
-    with pytest.raises(UserError, match=r"log\.evry: Key 'evry' not in 'LogConfig'; did you mean log\.every\?"):
+    with pytest.raises(
+        UserError, match=r"log\.evry: Key 'evry' not in 'LogConfig'; did you mean log\.every\?"
+    ):
         compose([f"hydra.searchpath=[file://{tmp_path}]", "log=extra"])

@@ -47,7 +47,7 @@ def test_a_failed_run_shows_in_the_table_and_in_the_status(run: Callable[..., tu
 
 
 def test_a_signal_saves_the_current_run_and_starts_no_other(
-    start: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     arguments = ("-m", "recipe=tiny_dense_check", "run.seed=1,2", "run.dir=s")
     process = start("launch.cli", "train", *arguments, fake="wait")

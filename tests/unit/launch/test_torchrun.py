@@ -98,7 +98,11 @@ def test_status_is_replaced_whole_and_read_by_rank(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv(status.FOLDER_VARIABLE, raising=False)
     assert not status.write(status.WorkerStatus(0, 10))
     monkeypatch.setenv(status.FOLDER_VARIABLE, str(tmp_path))
-    for worker in (status.WorkerStatus(10, 1), status.WorkerStatus(2, 5), status.WorkerStatus(10, 1, 2, "no")):
+    for worker in (
+        status.WorkerStatus(10, 1),
+        status.WorkerStatus(2, 5),
+        status.WorkerStatus(10, 1, 2, "no"),
+    ):
         assert status.write(worker)
     assert status.read(tmp_path) == [status.WorkerStatus(2, 5), status.WorkerStatus(10, 1, 2, "no")]
 
