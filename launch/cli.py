@@ -11,7 +11,6 @@ from k3train.errors import UserError
 
 HELP_FLAGS = ("-h", "--help", "help")
 VERBS = ("train", "plan", "doctor", "data", "sample", "report", "launch")
-LAUNCHERS = ("slurm", "kubernetes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,16 +52,8 @@ def _dispatch(verb: str, arguments: list[str]) -> int:
 
         print(help_of(verb))
         return 0
-    module = _launcher(arguments) if verb == "launch" else verb
+    module = "job" if verb == "launch" else verb
     return int(importlib.import_module(f".{module}", __package__).main(arguments))
-
-
-def _launcher(arguments: list[str]) -> str:
-    """Take the launcher's name off the arguments."""
-    name = arguments.pop(0) if arguments else "nothing"
-    if name not in LAUNCHERS:
-        raise UserError(f"launch: {name} is no launcher; valid are {', '.join(LAUNCHERS)}")
-    return name
 
 
 def _version() -> str:

@@ -22,9 +22,12 @@ FACTORIES = ("tensor", "zeros")
 
 
 class _Idle:
-    """Stands for a stream: work on a CPU is already in order."""
+    """Stands for a stream, and for the event that it records: work on a CPU is already in order."""
 
     def wait_stream(self, stream: _Idle) -> None: ...
+
+    def record_event(self) -> _Idle:
+        return self
 
     def synchronize(self) -> None: ...
 
@@ -108,7 +111,7 @@ def _import_megatron() -> None:
     """Import megatron-core, then mend what needs the imported modules."""
     with _plain_import():
         import megatron.core
-        import megatron.core.optimizer
+        import megatron.core.optimizer  # noqa: F401
         from megatron.core.jit import disable_jit_fuser
         from megatron.core.tensor_parallel import random
         from megatron.core.transformer.moe import token_dispatcher

@@ -16,7 +16,12 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
     ShardedTensorFactory,
 )
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.dist_checkpointing.optimizer import (
+    get_param_id_to_sharded_param_map,
+    make_sharded_optimizer_tensor,
+    optim_state_to_sharding_state,
+)
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 
 # Each rank stores what it holds, without communication: a run continues in the layout it was saved in.
 METADATA = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
@@ -37,7 +42,14 @@ def describe(optimizer: MegatronOptimizer, model_state: State, *, is_loading: bo
         # megatron-core leaves a counter of zero out, and AdamW then misses it.
         _set_steps(optimizer, [1.0] * len(_inner_optimizers(optimizer)))
     with torch.no_grad():
-        described = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=dict(METADATA))
+        parts = _parts(optimizer)
+        if any(isinstance(part, Float16OptimizerWithFloat16Params) for part in parts):
+            each = [_describe_float16(part, model_state, is_loading=is_loading) for part in parts]
+            described = dict(enumerate(each)) if len(each) > 1 else each[0]
+        else:
+            described = optimizer.sharded_state_dict(
+                model_state, is_loading=is_loading, metadata=dict(METADATA)
+            )
     dict_list_map_inplace(_keep_local, described)
     return described
 
@@ -59,9 +71,43 @@ def step_counts(optimizer: MegatronOptimizer) -> list[float | None]:
     return [_step_count(inner) for inner in _inner_optimizers(optimizer)]
 
 
+def _describe_float16(
+    part: Float16OptimizerWithFloat16Params, model_state: State, *, is_loading: bool
+) -> State:
+    """What megatron-core's own description should say; that one numbers BF16 parameters only, and so gives
+    them the shapes of others as soon as a group has FP32 parameters too."""
+    if is_loading and part.init_state_fn is not None:
+        part.init_state_fn(part.optimizer, part.config)
+    state: State = part.state_dict()
+    model_of = {
+        id(main): model
+        for mains, models in zip(part.fp32_from_float16_groups, part.float16_groups, strict=True)
+        for main, model in zip(mains, models, strict=True)
+    }
+    models = [model_of.get(id(parameter), parameter) for parameter in _parameters(part.optimizer)]
+    sharded = get_param_id_to_sharded_param_map(model_state, models)
+    place = {id(model): index for index, model in enumerate(models)}
+    state["fp32_from_fp16_params"] = [
+        [
+            make_sharded_optimizer_tensor(sharded[place[id(model)]], main, prefix="optimizer.state.fp32_param")
+            for main, model in zip(mains, models_of_group, strict=True)
+        ]
+        for mains, models_of_group in zip(part.fp32_from_float16_groups, part.float16_groups, strict=True)
+    ]
+    inner = state["optimizer"]
+    step = next((values["step"] for values in inner["state"].values() if "step" in values), None)
+    optim_state_to_sharding_state(inner, sharded, exclude_keys=("step",))
+    if step is not None:
+        inner["state"]["common_step"] = step
+    return state
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
 def _inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part.optimizer for part in parts if part.optimizer is not None]
+    return [part.optimizer for part in _parts(optimizer) if part.optimizer is not None]
 
 
 def _fill_empty_state(optimizer: MegatronOptimizer) -> None:

@@ -1,4 +1,4 @@
-"""Runs one function on several processes of this machine, as torchrun would, and collects what each returns."""
+"""Runs one function on several processes, as torchrun would, and collects what each returns."""
 
 from __future__ import annotations
 

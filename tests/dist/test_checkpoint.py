@@ -21,7 +21,9 @@ LAYOUTS: dict[str, tuple[int, bool, dict[str, Any]]] = {
     "pipeline 2 x virtual 2": (2, False, {"layout": {"pipeline": 2, "virtual": 2}}),
     "expert 2 x data 2, asynchronous": (2, True, {"layout": {"expert": 2, "data": 2}}),
     "muon, asynchronous": (1, True, {"layout": {}, "optimizer": "muon"}),
-    "bfloat16 without sharding": (1, False, {"layout": {"zero": 0}, "dtype": "bfloat16"}),
+    "bfloat16, not sharded": (1, False, {"layout": {"zero": 0}, "dtype": "bfloat16"}),
+    "bfloat16, muon": (1, False, {"layout": {}, "optimizer": "muon", "dtype": "bfloat16"}),
+    "bfloat16, sharded": (1, False, {"layout": {}, "dtype": "bfloat16"}),
 }
 
 

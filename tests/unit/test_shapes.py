@@ -139,10 +139,10 @@ BUILT = {
     "tiny": ModelConfig(vocab_size=320),
     "bf16": ModelConfig(vocab_size=320, dtype="bfloat16"),
     "dense without MTP": ModelConfig(vocab_size=320, num_layers=5, num_experts=0, mtp_layers=0),
-    "odd sizes": ModelConfig(
-        vocab_size=192, num_layers=3, hidden_size=48, num_heads=3, kda_head_dim=16, q_lora_rank=20,
+    "no two sizes alike": ModelConfig(
+        vocab_size=192, num_layers=3, hidden_size=40, num_heads=3, kda_head_dim=16, q_lora_rank=20,
         kv_lora_rank=12, qk_nope_head_dim=8, qk_extra_head_dim=4, v_head_dim=24, num_experts=6, top_k=2,
-        num_shared_experts=3, latent_size=28, expert_ffn_size=36, dense_ffn_size=44, num_dense_layers=2,
+        num_shared_experts=3, latent_size=28, expert_ffn_size=26, dense_ffn_size=44, num_dense_layers=2,
         short_conv_kernel_size=3, full_attention_every=2,
     ),
 }  # fmt: skip

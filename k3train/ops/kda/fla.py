@@ -14,8 +14,8 @@ from fla.ops.kda import chunk_bwd, chunk_kda
 from torch import Tensor
 
 from ..packing import Packing
+from ..tuning import HOPPER, fix_choices
 
-HOPPER = (9, 0)
 FUSED_BACKWARD = "chunk_kda_bwd_kernel_wy_dqkg_fused"
 
 
@@ -32,7 +32,9 @@ def delta_attention(
     packing: Packing,
 ) -> Tensor:
     """See `ops.kda.delta_attention`; raises RuntimeError when the Hopper exclusion cannot be made."""
-    exclude_bad_hopper_choice(torch.cuda.get_device_capability(q.device))
+    capability = torch.cuda.get_device_capability(q.device)
+    exclude_bad_hopper_choice(capability)
+    fix_choices(capability)
     cu_seqlens = None
     arguments = [q, k, v, z, beta]
     if not packing.whole_rows:

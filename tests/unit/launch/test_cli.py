@@ -120,6 +120,27 @@ def test_sample_passes_its_options_on(
         sample.main([str(tmp_path), "prompt=a", "top_k=3"])
 
 
+@pytest.mark.parametrize(
+    ("launcher", "sign"), [("slurm", "#SBATCH --nodes=64"), ("kubernetes", "kind: PyTorchJob")]
+)
+def test_launch_prints_a_job_for_files_that_are_elsewhere(
+    launcher: str, sign: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["launch", launcher, "recipe=k3_pretrain", "cluster.nodes=64"]) == 0
+    assert sign in capsys.readouterr().out
+
+
+def test_plan_prints_one_json_object(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "launch.cli", "plan", "recipe=k3_pretrain", "--json"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=60
+    )
+    planned = json.loads(done.stdout)
+    assert planned["parameters"]["total"] / 1e9 == pytest.approx(2779.48, abs=0.01)
+    assert planned["parameters"]["active"] / 1e9 == pytest.approx(104.19, abs=0.01)
+    assert max(sum(rank.values()) for rank in planned["memory_bytes"]) < planned["memory_limit_bytes"]
+
+
 def test_reference_is_up_to_date_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert reference.main(["--check"]) == 0

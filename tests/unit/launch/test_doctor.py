@@ -22,7 +22,7 @@ BY_NAME = {package.name: package for package in doctor.PACKAGES}
 
 def installed(folder: Path, name: str, version: str, *files: str) -> None:
     """Lay down a distribution's metadata and empty modules."""
-    metadata = folder / f"{name}-{version}.dist-info"
+    metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     for file in files:
@@ -49,7 +49,10 @@ def test_table_agrees_with_the_package_s_own_requirements() -> None:
             assert not requirement.specifier.contains(f"{package.below}.0"), name
     extras = project["optional-dependencies"]
     optional = {Requirement(line).name for line in [*extras["gpu"], *extras["nvme"]]}
-    assert {package.name for package in doctor.PACKAGES if not package.required} == optional | {"triton", "apex"}
+    assert {package.name for package in doctor.PACKAGES if not package.required} == optional | {
+        "triton",
+        "apex",
+    }
 
 
 def test_installed_package_is_used_in_its_version() -> None:
@@ -84,7 +87,10 @@ def test_version_decides(site: Path, version: str, reason: str) -> None:
 
 def test_metadata_without_a_module_is_not_used(site: Path) -> None:
     installed(site, "hollow", "1.0")
-    assert doctor.find(doctor.Package("hollow", "hollow", "")).reason == "installed, but there is no module hollow"
+    assert (
+        doctor.find(doctor.Package("hollow", "hollow", "")).reason
+        == "installed, but there is no module hollow"
+    )
 
 
 def test_the_other_apex_is_told_from_nvidia_s(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +151,10 @@ def test_text_appears_before_torch_and_says_why_not(
     monkeypatch.setattr(doctor, "_through_torch", no_torch)
     assert doctor.main([]) == 1
     assert "megatron-core" in printed_before_torch[0]
-    assert "k3train cannot train here:\n  torch: importing it failed: libcudart.so is missing" in capsys.readouterr().out
+    assert (
+        "k3train cannot train here:\n  torch: importing it failed: libcudart.so is missing"
+        in capsys.readouterr().out
+    )
 
 
 def test_unknown_option_is_refused() -> None:

@@ -18,7 +18,12 @@ from launch import kubernetes
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 SCHEMA = json.loads((GOLDEN / "pytorchjob.schema.json").read_text())
-OVERRIDES = ["recipe=h200_small", "run.name=it's 1 run", "data.train=[/data/$(ls) web]", "run.dir=${oc.env:HOME}/r"]
+OVERRIDES = [
+    "recipe=h200_small",
+    "run.name=it's 1 run",
+    "data.train=[/data/$(ls) web]",
+    "run.dir=${oc.env:HOME}/r",
+]
 
 
 def two_nodes() -> Config:
@@ -77,7 +82,9 @@ def test_agent_gets_its_place_and_every_override_unharmed(tmp_path: Path) -> Non
     container = containers(yaml.safe_load(kubernetes.render(two_nodes(), OVERRIDES)))[1]
     (tmp_path / "python").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     (tmp_path / "python").chmod(0o755)
-    script = container["args"][0].replace("$$(", "$(").replace("ulimit -l unlimited", ":")  # as the kubelet does
+    script = (
+        container["args"][0].replace("$$(", "$(").replace("ulimit -l unlimited", ":")
+    )  # as the kubelet does
     place = {"RANK": "1", "MASTER_ADDR": "run-master-0", "MASTER_PORT": "29500"}
     printed = subprocess.run(
         [*container["command"], script],
