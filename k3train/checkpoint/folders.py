@@ -75,7 +75,9 @@ def check_writable(folder: Path, need_bytes: int) -> None:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         reason = error.strerror or error
-        raise UserError(f"cannot write in {folder}: {reason}; set run.dir to a folder that you own") from error
+        raise UserError(
+            f"cannot write in {folder}: {reason}; set run.dir to a folder that you own"
+        ) from error
     if free < need_bytes:
         raise UserError(
             f"{folder} has {free / 1e9:.1f} GB free and a checkpoint needs {need_bytes / 1e9:.1f} GB; "

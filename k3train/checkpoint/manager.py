@@ -264,7 +264,9 @@ def _chunk_keys(chunks: Chunks) -> list[str]:
 
 def _refuse_differences(name: str, saved: dict[str, Any], current: dict[str, Any]) -> None:
     different = [
-        key for key in sorted(saved.keys() | current.keys()) if _plain(saved.get(key)) != _plain(current.get(key))
+        key
+        for key in sorted(saved.keys() | current.keys())
+        if _plain(saved.get(key)) != _plain(current.get(key))
     ]
     if not different:
         return

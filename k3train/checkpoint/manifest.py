@@ -27,7 +27,9 @@ def write(folder: Path, content: dict[str, Any], files: dict[str, list[Any]]) ->
         files: checksums that are known already; every other file of the folder is read.
     """
     listed = {
-        path.name: files.get(path.name) or checksum(path) for path in sorted(folder.iterdir()) if path.name != NAME
+        path.name: files.get(path.name) or checksum(path)
+        for path in sorted(folder.iterdir())
+        if path.name != NAME
     }
     path = folder / NAME
     path.write_text(json.dumps({**content, "files": listed}, indent=1) + "\n")

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.optimizer import (
     make_sharded_optimizer_tensor,
     optim_state_to_sharding_state,
 )
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 
 # Each rank stores what it holds, without communication: a run continues in the layout it was saved in.
@@ -37,12 +38,15 @@ def describe(optimizer: MegatronOptimizer, model_state: State, *, is_loading: bo
     Args:
         model_state: the model's sharded state, under "model", or "model0", "model1"... with several chunks.
     """
+    parts = _parts(optimizer)
+    for part in parts:
+        if isinstance(part, DistributedOptimizer) and part.optimizer is not None:
+            _number_as_stored(part)
     _fill_empty_state(optimizer)
     if is_loading:
         # megatron-core leaves a counter of zero out, and AdamW then misses it.
         _set_steps(optimizer, [1.0] * len(_inner_optimizers(optimizer)))
     with torch.no_grad():
-        parts = _parts(optimizer)
         if any(isinstance(part, Float16OptimizerWithFloat16Params) for part in parts):
             each = [_describe_float16(part, model_state, is_loading=is_loading) for part in parts]
             described = dict(enumerate(each)) if len(each) > 1 else each[0]
@@ -89,7 +93,9 @@ def _describe_float16(
     place = {id(model): index for index, model in enumerate(models)}
     state["fp32_from_fp16_params"] = [
         [
-            make_sharded_optimizer_tensor(sharded[place[id(model)]], main, prefix="optimizer.state.fp32_param")
+            make_sharded_optimizer_tensor(
+                sharded[place[id(model)]], main, prefix="optimizer.state.fp32_param"
+            )
             for main, model in zip(mains, models_of_group, strict=True)
         ]
         for mains, models_of_group in zip(part.fp32_from_float16_groups, part.float16_groups, strict=True)
@@ -100,6 +106,13 @@ def _describe_float16(
     if step is not None:
         inner["state"]["common_step"] = step
     return state
+
+
+def _number_as_stored(part: DistributedOptimizer) -> None:
+    """Correct megatron-core's table of a parameter's place: it ignores that FP32 parameters come first."""
+    for group, (full, half) in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+        for order, parameter in enumerate((*full, *half)):
+            part.model_param_group_index_map[parameter] = (group, order)
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[Any]:

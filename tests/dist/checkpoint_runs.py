@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.utils import unwrap_model
 
 from k3train.checkpoint.manager import CheckpointManager
 from k3train.config import Config, fixed_keys
@@ -95,7 +94,9 @@ def fingerprint(trainer: Trainer) -> dict[str, str]:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
 
 
 def manager(
@@ -232,6 +233,8 @@ def save_for_ever(root: str) -> None:
 
 def _weights(trainer: Trainer) -> str:
     """Digest of rank 0's parameters, known to all."""
-    digest = [_digest(torch.cat([p.detach().view(-1) for model in trainer.models for p in model.parameters()]))]
+    digest = [
+        _digest(torch.cat([p.detach().view(-1) for model in trainer.models for p in model.parameters()]))
+    ]
     torch.distributed.broadcast_object_list(digest, src=0)
     return digest[0]

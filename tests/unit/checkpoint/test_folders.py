@@ -12,7 +12,14 @@ from k3train.errors import UserError
 
 
 def test_only_complete_folders_count(tmp_path: Path) -> None:
-    for name in ("step-00000020", "step-00000003", "step-123456789", "step-00000030.partial", "step-7", "notes"):
+    for name in (
+        "step-00000020",
+        "step-00000003",
+        "step-123456789",
+        "step-00000030.partial",
+        "step-7",
+        "notes",
+    ):
         (tmp_path / name).mkdir()
     assert folders.available(tmp_path) == [3, 20, 123456789]
     assert folders.available(tmp_path / "absent") == []

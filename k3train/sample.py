@@ -1,0 +1,46 @@
+"""Continues text from a run's newest checkpoint, on one rank. Letters: s sequence, v vocabulary."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from parallel.cpu import enable_cpu
+
+from .config_file import load_yaml
+from .errors import UserError
+
+
+def sample(
+    run_dir: str | Path,
+    prompt: str,
+    *,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    seed: int = 0,
+) -> str:
+    """The prompt and up to `tokens` more tokens, drawn from the `top_p` share of the probability.
+
+    `temperature` 0 takes the likeliest token each time. Text ends early with an end-of-document token.
+
+    Raises:
+        UserError: no complete checkpoint, an empty prompt, or an option out of range.
+    """
+    if tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
+        raise UserError(f"tokens={tokens} temperature={temperature} top_p={top_p}: need >= 1, >= 0, in (0, 1]")
+    if not prompt:
+        raise UserError('prompt="" is empty; give the text to continue')
+    config = load_yaml(Path(run_dir) / "config.yaml")
+    single = replace(
+        config.parallel, pipeline=1, virtual=1, expert=1, context=1, data=1, layers_per_chunk=None
+    )
+    config = replace(config, parallel=single)
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    enable_cpu()
+    from .generate import Generator
+
+    with Generator(config, Path(run_dir)) as generator:
+        return generator.extend(prompt, tokens, temperature, top_p, seed)

@@ -1,0 +1,100 @@
+"""One rank of a parity run: five optimizer steps of a small model on the same tokens in any layout."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from launch.compose import compose, resolve_layout
+
+SMALL = (
+    "recipe=tiny",
+    "parallel=single",
+    "optim=adamw",
+    "optim.lr=2e-3",
+    "model.num_layers=6",
+    "model.attn_res_block_size=2",
+    "model.hidden_size=48",
+    "model.num_heads=2",
+    "model.kda_head_dim=16",
+    "model.q_lora_rank=24",
+    "model.kv_lora_rank=16",
+    "model.qk_nope_head_dim=16",
+    "model.qk_extra_head_dim=8",
+    "model.v_head_dim=16",
+    "model.num_experts=8",
+    "model.top_k=2",
+    "model.latent_size=24",
+    "model.expert_ffn_size=32",
+    "model.dense_ffn_size=96",
+    "model.balance_bins=100",
+    "data.sequence_length=40",
+    "data.micro_batch_size=2",
+    "run.steps=5",
+)
+MICROBATCHES = 4
+
+
+def train(overrides: list[str], folder: str) -> list[dict[str, Any]]:
+    """Losses, norms and balance of each step; the first gradients and the last weights go to `folder`."""
+    from k3train.model.naming import named_parameters
+    from k3train.ops.packing import Packing
+    from k3train.train.assemble import build_trainer, topology
+    from k3train.train.step import evaluate, train_step
+    from parallel.groups import destroy, initialize
+
+    config = resolve_layout(compose([*SMALL, *overrides]), int(os.environ["WORLD_SIZE"]))
+    torch.set_num_threads(1)
+    groups = initialize(topology(config), timeout_minutes=1, seed=1)
+    trainer = build_trainer(config, groups)
+    ranks, rank = config.parallel.data, groups.pg_collection.dp.rank()
+    share = MICROBATCHES // ranks
+
+    def batches(step: int) -> list[dict[str, Any]]:
+        length, size = config.data.sequence_length, config.data.micro_batch_size
+        generator = torch.Generator().manual_seed(step)
+        windows = torch.randint(0, 257, (MICROBATCHES, size, length + 1), generator=generator)
+        windows[torch.rand(windows.shape, generator=generator) < 0.05] = 256
+        # The last token of each micro-batch counts for nothing, so that token counts are not all alike.
+        mask = torch.ones(size, length)
+        mask[-1, -1] = 0
+        return [
+            {
+                "tokens": window[:, :-1].contiguous(),
+                "labels": window[:, 1:].contiguous(),
+                "loss_mask": mask,
+                "sample_ids": torch.arange(size),
+                "packing": Packing.from_tokens(window[:, :-1].contiguous(), 256),
+            }
+            for window in windows[rank * share : (rank + 1) * share]
+        ]
+
+    reports = []
+    for step in range(1, config.run.steps + 1):
+        result = train_step(trainer, batches(step), step)
+        reports.append(
+            {
+                "loss": result.losses.loss,
+                "mtp_loss": result.losses.mtp_loss,
+                "grad_norm": result.grad_norm,
+                "bias_range": [layer.bias_range for layer in result.balance.values()],
+            }
+        )
+        if step == 1:
+            gradients = {
+                name: parameter.main_grad.clone()
+                for model in trainer.models
+                for name, parameter in named_parameters(model)
+                if parameter.requires_grad
+            }
+    reports.append({"loss": evaluate(trainer, batches(99)).loss})
+    weights = {
+        name: parameter.detach().clone()
+        for model in trainer.models
+        for name, parameter in named_parameters(model)
+    }
+    torch.save({"gradients": gradients, "weights": weights}, f"{folder}/{groups.rank}.pt")
+    destroy()
+    return reports
