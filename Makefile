@@ -67,5 +67,5 @@ $(READY): pyproject.toml constraints.txt
 	@"$(PYTHON)" -c '$(USABLE)' || { echo "$(PYTHON) is not a Python 3.12 or newer with venv" >&2; exit 1; }
 	@echo "installing into .venv with $$("$(PYTHON)" --version); this takes a few minutes once"
 	@"$(PYTHON)" -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel.groups import destroy, initialize
 
-from .checkpoint.manager import load_weights
+from .checkpoint.weights import load_weights
 from .config import Config
 from .data.tokenizer import load_tokenizer
 from .model.decoder import LanguageModelChunk

@@ -10,6 +10,7 @@ from parallel.cpu import enable_cpu
 
 from .config_file import load_yaml
 from .errors import UserError
+from .quiet import quiet
 
 
 def sample(
@@ -29,7 +30,9 @@ def sample(
         UserError: no complete checkpoint, an empty prompt, or an option out of range.
     """
     if tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
-        raise UserError(f"tokens={tokens} temperature={temperature} top_p={top_p}: need >= 1, >= 0, in (0, 1]")
+        raise UserError(
+            f"tokens={tokens} temperature={temperature} top_p={top_p}: need >= 1, >= 0, in (0, 1]"
+        )
     if not prompt:
         raise UserError('prompt="" is empty; give the text to continue')
     config = load_yaml(Path(run_dir) / "config.yaml")
@@ -39,6 +42,7 @@ def sample(
     config = replace(config, parallel=single)
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
+    quiet()
     enable_cpu()
     from .generate import Generator
 

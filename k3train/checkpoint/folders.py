@@ -1,4 +1,4 @@
-"""Names and life of checkpoint folders: partial while written, renamed when complete, renamed before removal."""
+"""Names and life of checkpoint folders: partial while written, renamed when complete and before removal."""
 
 from __future__ import annotations
 
@@ -46,9 +46,13 @@ def clean(root: Path) -> list[str]:
     return sorted(entry.name for entry in left)
 
 
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the `keep` newest complete checkpoints; 0 keeps all."""
-    for step in available(root)[: -keep or None] if keep else []:
+def prune(root: Path, keep: int, newest: int) -> None:
+    """Of the complete checkpoints up to step `newest`, remove all but the last `keep`; 0 keeps all.
+
+    Later ones were found damaged: they must not push out what can be loaded.
+    """
+    steps = [step for step in available(root) if step <= newest]
+    for step in steps[: -keep or None] if keep else []:
         remove(complete(root, step))
 
 

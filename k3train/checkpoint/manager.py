@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -63,7 +64,7 @@ class CheckpointManager:
         dist.barrier()
 
     def save(self, step: int, chunks: Chunks, optimizer: MegatronOptimizer, extra: dict[str, Any]) -> None:
-        """Start a checkpoint of the state after `step`; waits for the one before, and if not asynchronous for this.
+        """Checkpoint the state after `step`, once the save before is done; returns early if asynchronous.
 
         A failure to write is told through `message` and training goes on without this checkpoint.
 
@@ -161,7 +162,7 @@ class CheckpointManager:
         return False
 
     def _publish(self, writer: ShardWriter, content: dict[str, Any]) -> str:
-        """On rank 0, in the saving thread: wait for all parts, then make them the checkpoint of their step."""
+        """On rank 0, in the saving thread: wait for all parts, then make them the step's checkpoint."""
         while (files := writer.collect()) is None:
             time.sleep(0.02)
         manifest.write(writer.folder, content, files)
@@ -170,7 +171,7 @@ class CheckpointManager:
             folders.remove(target)
         writer.folder.rename(target)
         folders.sync(self.root)
-        folders.prune(self.root, self.keep)
+        folders.prune(self.root, self.keep, content["step"])
         return f"saved {target.name}"
 
     def _newest_intact(self) -> tuple[Path, dict[str, Any]] | None:
@@ -213,11 +214,9 @@ class _Save(threading.Thread):
         self._writer, self._publish, self._content = writer, publish, content
 
     def run(self) -> None:
-        try:
+        # Rank 0 finds the reason of a failure in the folder.
+        with contextlib.suppress(Exception):
             self._writer.write()
-        except Exception:
-            # Rank 0 finds the reason in the folder.
-            pass
         self.written.set()
         if self._publish is None:
             return
@@ -286,8 +285,6 @@ def _failure(folder: Path, problem: object) -> str:
 
 
 def _discard(folder: Path) -> None:
-    try:
+    # What resists is removed at the next start.
+    with contextlib.suppress(OSError):
         folders.remove(folder)
-    except OSError:
-        # Removed at the next start.
-        pass

@@ -8,10 +8,8 @@ Ranks report through files in the checkpoint's folder, so that nothing after the
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import pickle
-import queue
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +17,71 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
 from . import manifest
 
+Bucket = tuple[Path, str, tuple[list[Any], list[Any]]]
+"""Path and name of a file, and its (item, object) and (item, tensor) pairs, as megatron-core writes them."""
+
+
+class _Snapshot(FileSystemWriterAsync):
+    """Holds what this rank writes, in host memory, and needs no other process for it.
+
+    Args:
+        copy: also copy what is in host memory already, so that training may go on.
+    """
+
+    def __init__(self, folder: Path, copy: bool) -> None:
+        super().__init__(folder)
+        self.copy = copy
+        self.bucket: Bucket | None = None
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Take this rank's part of the plan."""
+        objects, tensors = [], []
+        for item in plan.items:
+            data: Any = planner.resolve_data(item)
+            if item.type == WriteItemType.BYTE_IO:
+                objects.append((item, data))
+            else:
+                tensors.append((item, _on_host(data.detach(), self.copy)))
+        if plan.items:
+            name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+            self.bucket = (Path(self.checkpoint_dir) / name, name, (objects, tensors))
+
 
 class _PlannedSave(TorchDistSaveShardedStrategy):
-    """megatron-core's strategy up to the plan; keeps the writer and rank 0's metadata instead of using them."""
+    """megatron-core's strategy up to the plan; rank 0's metadata is kept for the end."""
 
-    writer: FileSystemWriterAsync
-    metadata: Any
+    def __init__(self, snapshot: _Snapshot) -> None:
+        super().__init__()
+        self.snapshot = snapshot
+        self.metadata: Any = None
 
-    def _get_save_and_finalize_callbacks(
-        self, writer: Any, save_state_dict_ret: Any, async_strategy: str
+    def async_save(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, async_strategy: str = "mcore"
     ) -> AsyncRequest:
-        self.writer, self.metadata = writer, save_state_dict_ret[1]
+        """Plan on all ranks; nothing is left for megatron-core to do afterwards."""
+        named, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        planner = MCoreSavePlanner(
+            dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
+        )
+        (_, self.metadata, _), *_ = save_state_dict_async_plan(
+            mcore_to_pyt_state_dict(named, False), self.snapshot, planner=planner
+        )
         return AsyncRequest(None, (), [])
 
 
@@ -46,8 +91,8 @@ class ShardWriter:
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
         self.rank = rank
-        self._strategy = _PlannedSave()
-        self._buckets: list[Any] = []
+        self._snapshot: _Snapshot | None = None
+        self._metadata: Any = None
 
     def begin(self) -> None:
         """Mark this rank as writing; the mark's disappearance without a report means failure."""
@@ -60,19 +105,12 @@ class ShardWriter:
             state: sharded state dict; consumed.
             copy: take a copy in host memory, so that training may go on while it is written.
         """
-        # megatron-core would start a server process for a queue that is not needed here.
-        filesystem_async._results_queue = queue.Queue()
-        log = logging.getLogger(TorchDistSaveShardedStrategy.__module__)
-        level = log.level
-        log.setLevel(logging.ERROR)
-        try:
-            dist_checkpointing.save(
-                state, str(self.folder), self._strategy, async_sharded_save=True, async_strategy="mcore"
-            )
-        finally:
-            log.setLevel(level)
-        self._buckets = [_to_host(bucket, copy) for bucket in self._strategy.writer.write_buckets or []]
-        self._strategy.writer.write_buckets = None
+        self._snapshot = _Snapshot(self.folder, copy)
+        strategy = _PlannedSave(self._snapshot)
+        dist_checkpointing.save(
+            state, str(self.folder), strategy, async_sharded_save=True, async_strategy="mcore"
+        )
+        self._metadata = strategy.metadata
 
     def write(self) -> None:
         """Write and checksum this rank's files, then report them; the copy is given up.
@@ -81,10 +119,7 @@ class ShardWriter:
             OSError: also reported to rank 0.
         """
         try:
-            results, files = [], {}
-            for index, bucket in enumerate(self._buckets):
-                results += self._write_bucket(index, bucket)
-                files[bucket[1]] = manifest.checksum(Path(bucket[0]))
+            results, files = self._write_file()
             done = _mark(self.folder, self.rank, "done")
             unfinished = done.with_suffix(".tmp")
             unfinished.write_bytes(pickle.dumps((results, files)))
@@ -94,7 +129,6 @@ class ShardWriter:
                 _mark(self.folder, self.rank, "failed").write_text(str(error))
             raise
         finally:
-            self._buckets = []
             _mark(self.folder, self.rank, "writing").unlink(missing_ok=True)
 
     def collect(self) -> dict[str, list[Any]] | None:
@@ -116,19 +150,23 @@ class ShardWriter:
             results.append(written)
             files.update(checksums)
             mark.unlink()
-        self._strategy.writer.finish(self._strategy.metadata, results)
-        save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(self.folder))
+        assert self._snapshot is not None, "nothing has been planned"
+        self._snapshot.finish(self._metadata, results)
+        save_config(CheckpointingConfig("torch_dist"), str(self.folder))
         return files
 
-    def _write_bucket(self, index: int, bucket: Any) -> list[Any]:
-        """Write and sync one file; what megatron-core wants to remember of each of its tensors."""
-        transforms = [self._strategy.writer.transforms]
-        answer = FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, None, None, True)
+    def _write_file(self) -> tuple[list[Any], dict[str, list[Any]]]:
+        """Write and sync this rank's file: what megatron-core wants to remember of it, and its checksum."""
+        assert self._snapshot is not None, "nothing has been planned"
+        bucket, self._snapshot.bucket = self._snapshot.bucket, None
+        if bucket is None:
+            return [], {}
+        answer = _Snapshot.write_preloaded_data([self._snapshot.transforms], 0, bucket, None, None, True)
         assert answer is not None
         written: Any = answer[1]
         if isinstance(written, Exception):
             raise written
-        return list(written)
+        return list(written), {bucket[1]: manifest.checksum(bucket[0])}
 
 
 def _mark(folder: Path, rank: int, state: str) -> Path:
@@ -142,10 +180,9 @@ def _reason(folder: Path, rank: int) -> str:
         return f"rank {rank} could not write its part"
 
 
-def _to_host(bucket: Any, copy: bool) -> Any:
-    path, name, (objects, tensors) = bucket
-    return path, name, (objects, [(item, _on_host(tensor, copy)) for item, tensor in tensors])
-
-
 def _on_host(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
-    return tensor.clone() if tensor.is_cpu and copy else tensor.cpu()
+    """A tensor is written with its whole storage, so a view of a larger one is always copied."""
+    if not tensor.is_cpu:
+        return tensor.cpu()
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+    return tensor if whole and not copy else tensor.clone()

@@ -94,7 +94,9 @@ class LatentDispatcher(MoEAlltoAllTokenDispatcher):
 
     def token_dispatch(self, rows: Tensor, permuted_probs: Tensor) -> tuple[Tensor, Tensor]:
         """Exchange rows [t * k, l]; the second value stays where it is and only keeps the interface."""
-        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_ep_alltoall", self.tokens_per_expert)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
+            "before_ep_alltoall", self.tokens_per_expert
+        )
         received = all_to_all(self.ep_group, rows, self.output_splits, self.input_splits)
         return received, received.new_ones(received.shape[0])
 

@@ -45,7 +45,9 @@ class Inputs:
 
     def seek(self, steps_done: int) -> None:
         """Continue behind `steps_done` steps."""
-        self.loader.load_state_dict({"consumed_samples": steps_done * self.global_batch_size, "microbatch": 0})
+        self.loader.load_state_dict(
+            {"consumed_samples": steps_done * self.global_batch_size, "microbatch": 0}
+        )
 
     def next_step(self) -> list[Batch]:
         """This rank's micro-batches of the next optimizer step."""

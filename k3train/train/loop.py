@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import traceback
-import warnings
 
 from parallel.cpu import enable_cpu
 
 from ..config import Config
 from ..errors import UserError
+from ..quiet import quiet
 
 
 def train(config: Config) -> int:
@@ -20,7 +19,7 @@ def train(config: Config) -> int:
     Raises:
         UserError: the input cannot be used; the same on every rank where all of them see it.
     """
-    _quiet()
+    quiet()
     enable_cpu()
     from parallel.groups import RankMismatchError, destroy
     from parallel.topology import LayoutError
@@ -43,10 +42,3 @@ def train(config: Config) -> int:
         os._exit(1)
     destroy()
     return 0
-
-
-def _quiet() -> None:
-    """Keep the libraries' remarks to their own developers off the user's terminal."""
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"megatron\.core")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from parallel.groups import assert_same_everywhere, initialize
 
-from .. import flops
+from .. import flops, shapes
+from ..checkpoint.folders import check_writable
 from ..checkpoint.manager import CheckpointManager
 from ..config import Config, digest, fixed_keys
 from ..config_file import to_yaml
@@ -38,6 +39,9 @@ class Session:
         self.config = config
         self.stop = StopRequest()
         self.started = time.time()
+        self.run_dir = Path(config.run.dir)
+        if os.environ.get("RANK", "0") == "0":
+            check_writable(self.run_dir, _checkpoint_bytes(config))
         set_numerics(config)
         self.groups = initialize(
             topology(config),
@@ -46,7 +50,6 @@ class Session:
             seed=config.run.seed,
         )
         assert_same_everywhere("configuration", digest(config))
-        self.run_dir = Path(config.run.dir)
         self.progress: Progress | None = None
         self.inputs = Inputs(config, self.groups)
         self.trainer = build_trainer(config, self.groups)
@@ -97,6 +100,8 @@ class Session:
             print(text, flush=True)
 
     def _resume(self) -> bool:
+        if not self.config.run.resume:
+            return False
         extra = self.checkpoints.load(self.trainer.chunks, self.trainer.optimizer)
         if extra is None:
             return False
@@ -137,9 +142,7 @@ class Session:
             if not result.updated:
                 self._handle_nonfinite(batches)
             metrics = self._report(result, seconds)
-            progress.update(
-                self.step, loss=metrics["loss"], tokens_per_second=metrics["tokens_per_second"]
-            )
+            progress.update(self.step, loss=metrics["loss"], tokens_per_second=metrics["tokens_per_second"])
             stopping = self._stop_requested()
             if stopping or self._due(self.config.checkpoint.every):
                 self._save()
@@ -229,5 +232,11 @@ class Session:
         tool = "k3train" if os.environ.get("VIRTUAL_ENV") else ".venv/bin/k3train"
         self._say(
             f"{self.run_dir} is complete: open {report}, or continue text with "
-            f"`{tool} sample {self.run_dir} prompt=\"def \"`"
+            f'`{tool} sample {self.run_dir} prompt="def "`'
         )
+
+
+def _checkpoint_bytes(config: Config) -> int:
+    """Upper bound of one checkpoint: weights, FP32 master weights and two FP32 moments."""
+    master = 4 if config.model.dtype == "bfloat16" else 0
+    return shapes.total(config.model) * (shapes.BYTES["bf16" if master else "fp32"] + master + 8)

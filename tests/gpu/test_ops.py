@@ -3,6 +3,7 @@
 Letters: b batch, s sequence, H heads, D head dim, d hidden, f feed-forward width.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -51,8 +52,11 @@ def compare(
     inputs: Sequence[Tensor],
     bound: float,
     grad_bound: float | Sequence[float],
-) -> None:
-    """Hold `kernel` and its gradients on CUDA to `reference` in FP64 on CPU, by relative norm."""
+) -> list[tuple[Tensor, Tensor]]:
+    """Hold `kernel` and its gradients on CUDA to `reference` in FP64 on CPU, by relative norm.
+
+    Returns the gradients of both; those with a bound of infinity are left to the caller.
+    """
     device = [x.cuda().requires_grad_() for x in inputs]
     exact = [x.double().requires_grad_() for x in inputs]
     output, expected = kernel(*device), reference(*exact)
@@ -63,6 +67,7 @@ def compare(
     errors = [relative(a, e) for a, e in zip(grads, expected_grads, strict=True)]
     bounds = [grad_bound] * len(errors) if isinstance(grad_bound, float) else grad_bound
     assert all(e <= limit for e, limit in zip(errors, bounds, strict=True)), errors
+    return list(zip(grads, expected_grads, strict=True))
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
@@ -85,8 +90,14 @@ def test_fla_kda(borders: tuple[int, ...]) -> None:
 
     inputs = [*tokens, beta, A_log, dt_bias]
     # the decay's gradient is a difference of large terms, so rounding shows more in z, A_log and dt_bias
-    bounds = (1e-2, 1e-2, 1e-2, 2e-2, 1e-2, 2e-2, 2e-2)
-    compare(run("cuda", "fla"), run("cpu", "recurrent"), inputs, bound=1e-2, grad_bound=bounds)
+    bounds = (1e-2, 1e-2, 1e-2, 2e-2, 1e-2, math.inf, 2e-2)
+    grads = compare(run("cuda", "fla"), run("cpu", "recurrent"), inputs, bound=1e-2, grad_bound=bounds)
+    # dA_h sums z dz over a head's tokens and channels: terms of both signs that nearly cancel. Rounding is
+    # measured against the size of such a sum, not against what is left of it.
+    (grad_A, expected_A), (_, expected_z) = grads[5], grads[3]
+    logits = tokens[3].double() + dt_bias.double().view(H, D)
+    size = (logits * expected_z).square().sum((0, 1, 3)).sqrt()
+    assert ((grad_A.double().cpu() - expected_A).abs() <= 2e-2 * size).all(), (grad_A, expected_A, size)
 
 
 def test_fla_kda_stays_finite_at_the_lower_bound_of_the_gate() -> None:

@@ -85,7 +85,9 @@ def test_layout_stays_within_bound(layout: str, single: Run, tmp_path: Path) -> 
         for key in expected.keys() & {"loss", "mtp_loss", "grad_norm"}:
             assert report[key] == pytest.approx(expected[key], rel=LOSS_BOUND), key
     # Under ZeRO-1 a rank's buffer holds only its own shard of the reduced gradients.
-    kinds = {"weights": WEIGHT_BOUND} | ({"gradients": GRADIENT_BOUND} if "parallel.zero=0" in overrides else {})
+    kinds = {"weights": WEIGHT_BOUND} | (
+        {"gradients": GRADIENT_BOUND} if "parallel.zero=0" in overrides else {}
+    )
     for kind, bound in kinds.items():
         assert tensors[kind].keys() == single[1][kind].keys()
         for name, copies in tensors[kind].items():

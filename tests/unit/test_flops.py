@@ -38,6 +38,8 @@ def test_sources_of_k3_sites() -> None:
     assert [flops.site_sources(K3, layer) for layer in (0, 1, 11, 12, 13, 92)] == [
         (0, 2), (2, 2), (2, 2), (2, 3), (3, 3), (9, 9),
     ]  # fmt: skip
+    # Square, logit and share of each source: three multiplications and additions a channel.
+    assert flops.layer_flops(K3, 12, S)["attn_res"] == 6 * 7168 * (2 + 3)
     assert flops.output_flops(K3, S)["attn_res"] == 6 * 7168 * 9
 
 

@@ -159,6 +159,15 @@ def test_gradient_traffic_with_and_without_sharding() -> None:
     assert sharded["balance_histograms"] == 2 * 3 / 4 * 9 * 32 * (4 * 1000 + 16)
 
 
+def test_bf16_parameters_are_gathered_at_half_the_size_of_their_gradients() -> None:
+    model = replace(SMALL, dtype="bfloat16")
+    trained = [entry for entry in shapes.compact_parameters(model) if entry.trainable]
+    sent = plan(make_config(model, data=4), 4)["traffic_bytes"]
+    assert sent["gradient_reduce_scatter"] == 3 * sum(entry.numel for entry in trained)
+    assert sent["parameter_all_gather"] == 3 / 4 * sum(entry.nbytes for entry in trained)
+    assert sent["parameter_all_gather"] < 0.51 * sent["gradient_reduce_scatter"]
+
+
 def test_experts_of_their_own_ranks_send_no_gradients() -> None:
     dense = sum(e.numel for e in shapes.compact_parameters(SMALL) if e.trainable and e.kind != "expert")
     sent = plan(make_config(data=2, expert=2), 2)["traffic_bytes"]
@@ -217,7 +226,8 @@ def test_k3_pretrain_has_the_published_sizes() -> None:
     assert round(planned["parameters"]["active"] / 1e9, 2) == 104.19
     assert len(planned["memory_bytes"]) == ranks
     assert planned["pipeline"]["payload_rows"] == 9
-    assert planned["tokens_per_step"] == config.run.microbatches * 8192 * (config.parallel.data or 0)
+    sequences = config.run.microbatches * config.data.micro_batch_size * (config.parallel.data or 0)
+    assert planned["tokens_per_step"] == sequences * config.data.sequence_length > 0
 
 
 @pytest.mark.parametrize("recipe", ["tiny", "tiny_dense_check", "h200_small", "h200_slice", "k3_pretrain"])

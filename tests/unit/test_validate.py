@@ -13,7 +13,7 @@ from k3train.validate import ABOVE_ZERO, AT_LEAST, BETWEEN, CHOICES, validate
 from launch import reference
 from launch.compose import compose, ready, resolve_layout, world_size
 
-SINGLE = ["recipe=tiny", "parallel=single"]
+SINGLE = ["recipe=tiny", "parallel=single", "optim=adamw"]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_run_folder_has_to_be_writable(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_folder_of_another_run_is_refused_unless_it_starts_anew(tmp_path: Path) -> None:
-    base = ["recipe=tiny", f"run.dir={tmp_path}"]
+    base = ["recipe=tiny", "optim.lr=0.002", f"run.dir={tmp_path}"]
     (tmp_path / "config.yaml").write_text(to_yaml(ready(base)))
     assert ready([*base, "run.steps=500", "log=wandb", "checkpoint.every=7"]).run.steps == 500
     with pytest.raises(

@@ -37,9 +37,16 @@ def test_clean_removes_remains_and_names_them(tmp_path: Path) -> None:
 def test_prune_keeps_the_newest(keep: int, left: list[int], tmp_path: Path) -> None:
     for step in (1, 2, 3):
         folders.complete(tmp_path, step).mkdir()
-    folders.prune(tmp_path, keep)
+    folders.prune(tmp_path, keep, newest=3)
     assert folders.available(tmp_path) == left
     assert len(list(tmp_path.iterdir())) == len(left)
+
+
+def test_prune_lets_no_later_checkpoint_push_out_the_one_just_saved(tmp_path: Path) -> None:
+    for step in (100, 150, 200):
+        folders.complete(tmp_path, step).mkdir()
+    folders.prune(tmp_path, 1, newest=150)
+    assert folders.available(tmp_path) == [150, 200]
 
 
 def test_removal_interrupted_half_way_leaves_no_complete_folder(

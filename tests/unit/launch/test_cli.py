@@ -126,7 +126,7 @@ def test_sample_passes_its_options_on(
 def test_launch_prints_a_job_for_files_that_are_elsewhere(
     launcher: str, sign: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["launch", launcher, "recipe=k3_pretrain", "cluster.nodes=64"]) == 0
+    assert cli.main(["launch", launcher, "recipe=k3_pretrain", "cluster.nodes=64", "cluster.image=k3:1"]) == 0
     assert sign in capsys.readouterr().out
 
 

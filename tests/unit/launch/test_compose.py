@@ -8,9 +8,9 @@ from launch.compose import compose, ready, resolve_layout, world_size
 
 
 def test_the_command_line_wins_over_the_recipe_and_the_recipe_over_groups() -> None:
-    config = compose(["recipe=tiny", "optim=muon", "optim.lr=1e-3", "log=wandb", "parallel=ep2"])
+    config = compose(["recipe=tiny", "optim=adamw", "optim.lr=1e-3", "log=wandb", "parallel=ep2"])
     assert isinstance(config, Config)
-    assert (config.optim.name, config.optim.lr, config.log.wandb) == ("muon", 1e-3, "online")
+    assert (config.optim.name, config.optim.lr, config.log.wandb) == ("adamw", 1e-3, "online")
     assert (config.parallel.pipeline, config.parallel.expert) == (1, 2)
     assert config.model.num_layers == 9
 
@@ -57,7 +57,7 @@ def test_layout_is_derived(
 
 
 def test_zero_and_vocabulary_are_derived() -> None:
-    adamw, muon = ready(["recipe=tiny"]), ready(["recipe=tiny", "optim=muon"])
+    adamw, muon = (ready(["recipe=tiny", f"optim={name}"]) for name in ("adamw", "muon"))
     assert (adamw.parallel.zero, muon.parallel.zero) == (1, 0)
     assert adamw.model.vocab_size == 320  # 256 bytes and 3 special ids, up to a multiple of 64
     assert ready(["recipe=tiny", "model.vocab_multiple=100"]).model.vocab_size == 300
