@@ -145,7 +145,7 @@ class ParallelConfig:
     data: int | None = None
     """Data-parallel size; derived from the number of ranks when left out."""
     zero: int | None = None
-    """0: every rank keeps all optimizer state. 1: sharded over data-parallel ranks. Derived: 1, or 0 for muon."""
+    """0: every rank keeps all optimizer state. 1: sharded over data ranks. Derived: 1, or 0 for muon."""
     layers_per_chunk: list[int] | None = None
     """Decoder layers of each model chunk in the order of the forward pass; spread evenly when left out."""
     timeout_minutes: float = 10.0

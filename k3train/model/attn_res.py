@@ -1,4 +1,4 @@
-"""Block Attention Residuals: each sublayer reads a learned mixture of block sums instead of a residual stream.
+"""Block Attention Residuals: each sublayer reads a learned mixture of block sums, not a residual stream.
 
 Source: Kimi K3 report; Attention Residuals (arXiv:2603.15031). The state between layers is a bank of
 finished block sums (the first row is the token embedding) and the running sum of the current block.

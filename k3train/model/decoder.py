@@ -22,6 +22,7 @@ from .layer import DecoderLayer
 from .linear import column_linear, project
 from .mtp import MultiTokenPrediction, mtp_targets
 from .norm import RMSNorm
+from .router import QuantileRouter
 from .spec import layer_submodules
 from .transformer_config import K3TransformerConfig
 
@@ -73,6 +74,7 @@ class LanguageModelChunk(MegatronModule):
 
     def _build_output(self, pg_collection: ProcessGroupCollection) -> None:
         model = self.config.k3
+        assert model.vocab_size is not None, "the vocabulary has not been resolved"
         self.output_res = AttentionResidual(self.config)
         self.final_norm = RMSNorm(model.hidden_size, model.norm_eps, self.config.params_dtype)
         # Vocabulary-parallel cross-entropy belongs to megatron-core's own linear.
@@ -149,9 +151,9 @@ class LanguageModelChunk(MegatronModule):
                 described.update(sharded_state_dict_default(part, path, sharded_offsets, metadata))
         return described
 
-    def routers(self) -> list[tuple[str, nn.Module]]:
+    def routers(self) -> list[tuple[str, QuantileRouter]]:
         """Name and router of every MoE layer of this chunk, in the order of the forward pass."""
-        named = [(f"layer_{index}", layer.mlp) for index, layer in self.layers.items()]
+        named: list[tuple[str, Any]] = [(f"layer_{index}", layer.mlp) for index, layer in self.layers.items()]
         if self.post_process and self.config.k3.mtp_layers:
             named.append(("mtp", self.mtp.layer.mlp))
         return [(name, mlp.router) for name, mlp in named if hasattr(mlp, "router")]

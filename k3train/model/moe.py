@@ -92,6 +92,8 @@ class LatentDispatcher(MoEAlltoAllTokenDispatcher):
     projection, and sums in FP32. Weights therefore never travel.
     """
 
+    tokens_per_expert: Tensor
+
     def token_dispatch(self, rows: Tensor, permuted_probs: Tensor) -> tuple[Tensor, Tensor]:
         """Exchange rows [t * k, l]; the second value stays where it is and only keeps the interface."""
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize(

@@ -1,4 +1,4 @@
-"""Builds the parts of a run in a fixed order and hands them to each other; the one file that knows them all."""
+"""Builds the parts of a run in a fixed order and hands them to each other; no other file knows them all."""
 
 from __future__ import annotations
 

@@ -134,7 +134,8 @@ class Session:
 
     def _train(self, progress: Progress) -> None:
         clock = time.perf_counter()
-        for self.step in range(self.step + 1, self.config.run.steps + 1):
+        while self.step < self.config.run.steps:
+            self.step += 1
             with self.trace.phase("data", self.step):
                 batches = self.inputs.next_step()
             result = train_step(self.trainer, batches, self.step, self.trace.phase)
@@ -218,10 +219,8 @@ class Session:
 
     def _say_goodbye(self, report: Path, complete: bool, bigram: float | None) -> None:
         if not complete:
-            self._say(
-                f"{self.stop.received or 'a signal on another rank'}: saved {self.run_dir} at step {self.step}; "
-                "the same command continues it"
-            )
+            why = self.stop.received or "a signal on another rank"
+            self._say(f"{why}: saved {self.run_dir} at step {self.step}; the same command continues it")
             return
         lines = [f"loss {self.last['loss']:.4f}"]
         if "val_loss" in self.last:
