@@ -6,11 +6,13 @@ SHELL := /bin/bash
 BIN := .venv/bin
 READY := .venv/.ready
 PYENV_ROOT ?= $(HOME)/.pyenv
+UV_PYTHON_INSTALL_DIR ?= $(HOME)/.local/share/uv/python
 RUN ?= runs/tiny
 ARGS ?=
 
 # 3.12 comes first because every pinned package has a wheel for it.
-CANDIDATES = $(foreach v,3.12 3.13 3.14,python$v $(wildcard $(PYENV_ROOT)/versions/$v.*/bin/python)) python3
+CANDIDATES = $(foreach v,3.12 3.13 3.14,python$v $(wildcard $(PYENV_ROOT)/versions/$v.*/bin/python \
+	$(UV_PYTHON_INSTALL_DIR)/*/bin/python$v)) python3
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))
 
 # A pyenv shim may stand for a version that does not run, so each candidate is tried.

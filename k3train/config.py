@@ -117,7 +117,7 @@ class DataConfig:
     train_weights: list[float] | None = None
     """Shares of the prefixes in the blend; their sizes when left out."""
     valid: list[str] = field(default_factory=list)
-    """Prefixes of the validation split; without any, a share of `train` is held out."""
+    """Prefixes of the validation split; `indexed` needs at least one, as nothing of `train` is held out."""
     tokenizer: str = "byte"
     """byte, or the path of a Hugging Face tokenizer.json or of a tiktoken file."""
     sequence_length: int = 256
@@ -184,7 +184,8 @@ class EvalConfig:
     every: int = 50
     """Steps between evaluations; 0 evaluates at the end only."""
     batches: int = 8
-    """Micro-batches of each evaluation, over all data-parallel ranks."""
+    """Micro-batches of each evaluation, over all data-parallel ranks; a multiple of `parallel.data`, and of that
+    times `parallel.pipeline` with `parallel.virtual` above 1."""
 
 
 @dataclass
@@ -245,6 +246,10 @@ class ClusterConfig:
     image: str | None = None
     """Container image, with Slurm's pyxis or on Kubernetes."""
     namespace: str = "default"
+    volume: str | None = None
+    """Kubernetes claim of a ReadWriteMany volume, the working directory of every pod: keeps the runs."""
+    restarts: int = 20
+    """Times that Kubernetes starts a stopped or failed job again."""
     setup: list[str] = field(default_factory=list)
     """Shell lines that run on every node before the job."""
     environment: dict[str, str] = field(default_factory=dict)

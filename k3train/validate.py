@@ -49,7 +49,7 @@ AT_LEAST: dict[str, float] = {
     ),
     **dict.fromkeys(
         (
-            "run.seed", "model.qk_extra_head_dim", "model.num_experts", "model.num_shared_experts",
+            "cluster.restarts", "run.seed", "model.qk_extra_head_dim", "model.num_experts", "model.num_shared_experts",
             "model.num_dense_layers", "model.mtp_loss_weight", "optim.lr", "optim.weight_decay",
             "optim.clip_norm", "eval.every", "checkpoint.every", "checkpoint.keep", "log.trace_steps",
         ),
@@ -89,11 +89,11 @@ def validate(config: Config, world_size: int, *, inputs: bool = True) -> None:
     Raises UserError for the first problem: key, value and what would be valid.
     """
     checks: list[Check] = [
-        _numbers_are_finite, _choices, _ranges, _features, _pipeline, _ranks, _experts, _model, _data,
-        _cluster,
+        _numbers_are_finite, _choices, _ranges, _features, _pipeline, _ranks, _experts, _evaluation,
+        _model, _data, _cluster,
     ]  # fmt: skip
     if inputs:
-        checks += [_input_files, _run_folder, _same_run]
+        checks += [_tokenizer, _corpora, _run_folder, _same_run]
     for check in checks:
         check(config, world_size)
 
@@ -203,6 +203,16 @@ def _experts(config: Config, world_size: int) -> None:
         _refuse(config, "parallel.expert", reason)
 
 
+def _evaluation(config: Config, world_size: int) -> None:
+    parallel, batches = config.parallel, config.eval.batches
+    interleaved = parallel.virtual > 1
+    unit = (parallel.data or 1) * (parallel.pipeline if interleaved else 1)
+    if batches % unit:
+        factors = "parallel.data x parallel.pipeline" if interleaved else "parallel.data"
+        reason = f"must be a multiple of {factors} = {unit}; use {math.ceil(batches / unit) * unit}"
+        _refuse(config, "eval.batches", reason)
+
+
 def _model(config: Config, world_size: int) -> None:
     model = config.model
     if model.num_experts and model.top_k >= model.num_experts:
@@ -231,8 +241,8 @@ def _data(config: Config, world_size: int) -> None:
     weights = data.train_weights
     if weights is not None and len(weights) != len(data.train):
         _refuse(config, "data.train_weights", f"has {len(weights)} weights for {len(data.train)} prefixes")
-    if weights is not None and (min(weights) < 0 or sum(weights) <= 0):
-        _refuse(config, "data.train_weights", "weights must be at least 0, and one of them above 0")
+    if weights is not None and not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        _refuse(config, "data.train_weights", "every weight must be a finite number above 0")
 
 
 def _cluster(config: Config, world_size: int) -> None:
@@ -246,19 +256,41 @@ def _cluster(config: Config, world_size: int) -> None:
         _refuse(config, "cluster.time_limit", "write HH:MM:SS or DAYS-HH:MM:SS")
 
 
-def _input_files(config: Config, world_size: int) -> None:
-    data, model = config.data, config.model
-    if data.source == "indexed" and not data.train:
-        _refuse(config, "data.train", "name at least one prefix made by `k3train data prepare`")
+def _corpora(config: Config, world_size: int) -> None:
+    data = config.data
+    if data.source != "indexed":
+        return
+    if not data.train:
+        remedy = "`k3train data prepare FILE... --output PREFIX` makes it, data.train=[PREFIX] reads it"
+        _refuse(config, "data.train", f"name at least one prefix: {remedy}")
+    if not data.valid:
+        _refuse(config, "data.valid", "name at least one prefix: nothing of data.train is held out for it")
     for key in ("train", "valid"):
         for prefix in getattr(data, key):
-            missing = [end for end in (".bin", ".idx") if not Path(f"{prefix}{end}").expanduser().is_file()]
-            if missing:
-                _refuse(
-                    config,
-                    f"data.{key}",
-                    f"{prefix}{missing[0]} does not exist; a prefix names a .bin/.idx pair",
-                )
+            _corpus(config, f"data.{key}", prefix)
+
+
+def _corpus(config: Config, key: str, prefix: str) -> None:
+    missing = [end for end in (".bin", ".idx") if not Path(f"{prefix}{end}").expanduser().is_file()]
+    if missing:
+        _refuse(config, key, f"{prefix}{missing[0]} does not exist; a prefix names a .bin/.idx pair")
+    from .data.indexed import open_corpus
+    from .data.prepare import read_info
+    from .data.tokenizer import load_tokenizer
+
+    try:
+        info = read_info(prefix)
+        open_corpus(prefix)
+    except UserError as error:
+        _refuse(config, key, str(error))
+    if info is not None and info.fingerprint != load_tokenizer(config.data.tokenizer).fingerprint:
+        remedy = f"set data.tokenizer={info.tokenizer}, or prepare it again"
+        other = f"{prefix} was prepared with the tokenizer {info.tokenizer}"
+        _refuse(config, key, f"{other}, and data.tokenizer is {config.data.tokenizer}; {remedy}")
+
+
+def _tokenizer(config: Config, world_size: int) -> None:
+    data, model = config.data, config.model
     if data.tokenizer != "byte" and not Path(data.tokenizer).expanduser().exists():
         _refuse(config, "data.tokenizer", "no such file; use byte, a tokenizer.json or a tiktoken file")
     from .data.tokenizer import byte_vocab_size, load_tokenizer
@@ -289,8 +321,15 @@ def _run_folder(config: Config, world_size: int) -> None:
 
 
 def _same_run(config: Config, world_size: int) -> None:
-    saved = Path(config.run.dir).expanduser() / "config.yaml"
-    if not config.run.resume or not saved.is_file():
+    folder = Path(config.run.dir).expanduser()
+    if not config.run.resume:
+        held = [name for name in ("metrics.jsonl", "checkpoints") if (folder / name).exists()]
+        if held:
+            remedy = "set another run.dir, remove that folder, or leave run.resume out to continue"
+            _refuse(config, "run.resume", f"{config.run.dir} already holds a run ({held[0]}); {remedy}")
+        return
+    saved = folder / "config.yaml"
+    if not saved.is_file():
         return
     before = fixed_keys(load_yaml(saved))
     for key, value in fixed_keys(config).items():

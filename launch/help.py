@@ -24,7 +24,8 @@ USAGE = {
     "doctor": "k3train doctor",
     "sample": 'k3train sample RUN prompt="def " [tokens=200] [temperature=0.8] [top_p=0.95] [seed=0]',
     "report": "k3train report RUN...",
-    "launch": "k3train launch slurm|kubernetes [OVERRIDE...]",
+    "launch": "k3train launch slurm|kubernetes [--output FILE] [OVERRIDE...]\n\n"
+    "  --output FILE    write the job there instead of to standard output",
 }
 
 TAKES_OVERRIDES = ("train", "plan", "launch")

@@ -1,7 +1,8 @@
 """A Kubernetes manifest for a configuration: a Kubeflow PyTorchJob, one torchrun agent a pod.
 
 The training operator gives every pod MASTER_ADDR, MASTER_PORT and its own place as RANK; the agent takes them
-as the node's, and the ranks get their own.
+as the node's, and the ranks get their own. Statuses decide on a restart: see `launch.pod`. Fields are those of
+kubeflow/training-operator v1.9.0, pkg/apis/kubeflow.org/v1 (common_types.go, pytorch_types.go).
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ from k3train.errors import UserError
 NAME_LENGTH = 50
 """Of the 63 characters of a pod's name; the operator appends the role and the number."""
 PORT = 29500
+VOLUME = "/volume"
+"""Where `cluster.volume` is mounted, and the working directory: relative paths of a run lie in it."""
+LABEL = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+OBJECT = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 
 
 def render(config: Config, overrides: Sequence[str]) -> str:
     """The manifest that trains `overrides` on the nodes of the resolved `config`, as YAML.
 
-    Raises UserError without a container image, for a time limit that is none, and for a name that has neither
-    a letter nor a digit.
+    Raises UserError without a container image, for several nodes without a volume, for a time limit that is
+    none, and for a name that Kubernetes does not take.
     """
+    _check_names(config)
     return yaml.dump(_job(config, overrides), Dumper=_Dumper, sort_keys=False, width=10_000)
 
 
@@ -35,13 +41,14 @@ def _job(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
     policy: dict[str, Any] = {
         "cleanPodPolicy": "Running",
         "activeDeadlineSeconds": seconds(cluster.time_limit),
+        "backoffLimit": cluster.restarts,
     }
     if cluster.partition is not None:
         policy["schedulingPolicy"] = {"queue": cluster.partition}
     metadata: dict[str, Any] = {"name": _name(config.run.name), "namespace": cluster.namespace}
     if cluster.account is not None:
         metadata["labels"] = {"account": cluster.account}
-    replica = {"restartPolicy": "OnFailure", "template": {"spec": _pod(config, overrides)}}
+    replica = {"restartPolicy": "ExitCode", "template": {"spec": _pod(config, overrides)}}
     replicas = {"Master": {"replicas": 1, **replica}}
     if cluster.nodes > 1:
         replicas["Worker"] = {"replicas": cluster.nodes - 1, **replica}
@@ -65,7 +72,7 @@ def _pod(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
     else:
         resources = {"limits": {"nvidia.com/gpu": str(ranks)}}
     environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(config.run.threads), **cluster.environment}
-    container = {
+    container: dict[str, Any] = {
         "name": "pytorch",  # the operator looks for this name
         "image": cluster.image,
         "command": ["bash", "-euc"],
@@ -75,11 +82,16 @@ def _pod(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
         "resources": resources,
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
     }
+    # NCCL and the data workers need more than the 64 MiB that a container gets.
+    volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    if cluster.volume is not None:
+        container["workingDir"] = VOLUME
+        container["volumeMounts"].append({"name": "runs", "mountPath": VOLUME})
+        volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": cluster.volume}})
     return {
         "terminationGracePeriodSeconds": cluster.signal_seconds,
         "containers": [container],
-        # NCCL and the data workers need more than the 64 MiB that a container gets.
-        "volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
+        "volumes": volumes,
     }
 
 
@@ -87,7 +99,7 @@ def _agent(config: Config, overrides: Sequence[str]) -> str:
     """The command of one pod; `exec`, so that the signal which ends a pod reaches the agent."""
     cluster = config.cluster
     words = [
-        "exec python -m launch.torchrun",
+        "exec python -m launch.pod",
         f"--nnodes {cluster.nodes} --nproc-per-node {cluster.ranks_per_node or cluster.gpus_per_node}",
         '--node-rank "$RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"',
         "-m launch.train",
@@ -107,6 +119,21 @@ def seconds(time_limit: str) -> int:
         given.insert(0, 0)
     hours, minutes, rest = [*given, 0, 0][:3]
     return (((days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+def _check_names(config: Config) -> None:
+    cluster = config.cluster
+    if cluster.nodes > 1 and cluster.volume is None:
+        raise UserError(
+            f"cluster.volume=null: {cluster.nodes} nodes need one folder for the run; "
+            "set cluster.volume to the name of a ReadWriteMany claim"
+        )
+    for key, name, pattern, valid in (
+        ("volume", cluster.volume, OBJECT, "lower-case letters and digits, with - and . between them"),
+        ("account", cluster.account, LABEL, "at most 63 letters and digits, with -, _ and . between them"),
+    ):
+        if name is not None and not re.fullmatch(pattern, name):
+            raise UserError(f"cluster.{key}={name}: no valid name in Kubernetes; use {valid}")
 
 
 def _name(run_name: str) -> str:

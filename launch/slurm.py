@@ -3,7 +3,7 @@
 The batch script is for `sbatch`, from the folder that holds the project. Slurm signals the batch shell
 `cluster.signal_seconds` ahead of the limit; the shell passes the signal to `srun`, which delivers it to the
 agent on every node, which forwards it to its ranks. They save and end with status 0, and the job is requeued.
-A run that had just finished ends at once when it is started again, so nothing has to tell the two apart.
+The checkpoint of the last step tells a run that is complete from one that was stopped.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ from pathlib import Path
 
 from k3train.config import Config
 from k3train.errors import UserError
+
+from .finished import last_checkpoint
+
+HELPERS = 3
+"""Threads of a GPU rank beside its own `run.threads`: the reader, the checkpoint's writer, the network."""
 
 BATCH = """\
 set -uo pipefail
@@ -30,17 +35,17 @@ ON_NODE
 srun {srun} bash -euc "$on_node" &
 step=$!
 limit_is_near=
-trap 'limit_is_near=1; kill -USR1 "$step"' USR1
+trap 'limit_is_near=1; signalled=1; kill -USR1 "$step" 2>/dev/null' USR1
 
-# A trapped signal ends the first wait early.
-wait "$step"
-status=$?
-if [ -n "$limit_is_near" ]; then
+# Every trapped signal ends a wait early; bash keeps the status of a step that has ended for the next one.
+signalled=1
+while [ -n "$signalled" ]; do
+    signalled=
     wait "$step"
     status=$?
-    if [ "$status" -eq 0 ]; then
-        scontrol requeue "$SLURM_JOB_ID"
-    fi
+done
+if [ -n "$limit_is_near" ] && [ "$status" -eq 0 ] && [ ! -d {last_checkpoint} ]; then
+    scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"
 """
@@ -63,6 +68,7 @@ def render(config: Config, overrides: Sequence[str]) -> str:
         environment="\n".join(exports),
         node="\n".join([*config.cluster.setup, _agent(config, overrides)]),
         srun=" ".join(_srun_options(config)),
+        last_checkpoint=shlex.quote(str(last_checkpoint(config))),
     )
     return "\n".join(["#!/bin/bash", *_directives(config), "", body])
 
@@ -71,10 +77,11 @@ def _directives(config: Config) -> list[str]:
     cluster = config.cluster
     ranks = _ranks_per_node(config)
     options: dict[str, object] = {"job-name": config.run.name, "nodes": cluster.nodes, "ntasks-per-node": 1}
-    if cluster.gpu == "cpu":
-        options["cpus-per-task"] = ranks * config.run.threads
-    else:
+    whole_node = cluster.gpu != "cpu" and ranks == cluster.gpus_per_node
+    if cluster.gpu != "cpu":
         options["gpus-per-node"] = ranks
+    if not whole_node:
+        options["cpus-per-task"] = ranks * (config.run.threads + (HELPERS if cluster.gpu != "cpu" else 0))
     options |= {"partition": cluster.partition, "account": cluster.account, "time": cluster.time_limit}
     options |= {
         "signal": f"B:USR1@{cluster.signal_seconds}",
@@ -82,7 +89,6 @@ def _directives(config: Config) -> list[str]:
         "open-mode": "append",
     }
     lines = [_directive(name, str(value)) for name, value in options.items() if value is not None]
-    whole_node = cluster.gpu != "cpu" and ranks == cluster.gpus_per_node
     flags = ["requeue", *(["exclusive", "mem=0"] if whole_node else [])]
     return lines + [f"#SBATCH --{flag}" for flag in flags]
 

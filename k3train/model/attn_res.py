@@ -42,16 +42,6 @@ class ResidualState:
         return ResidualState(tuple(bank), running)
 
 
-def block_starts(layer: int, block_size: int) -> int:
-    """How many blocks have started before decoder layer `layer` (0-based): the rows of the bank."""
-    return -(-layer // block_size)
-
-
-def payload_rows(first_layers: list[int], block_size: int) -> int:
-    """Rows of the largest state at any cut before the given decoder layers (0-based)."""
-    return max((block_starts(layer, block_size) + 1 for layer in first_layers if layer > 0), default=1)
-
-
 class AttentionResidual(nn.Module):
     """One AttnRes site: softmax over depth of a learned query against RMS-normalised sources."""
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ..ops.linear import local_modules
 from ..ops.packing import Packing
-from .attn_res import AttentionResidual, ResidualState, block_starts
+from ..shapes import block_starts
+from .attn_res import AttentionResidual, ResidualState
 from .layer import DecoderLayer
 from .linear import column_linear, project
 from .mtp import MultiTokenPrediction, mtp_targets
@@ -133,7 +134,7 @@ class LanguageModelChunk(MegatronModule):
         if self.pre_process:
             return ResidualState((), self.embedding(tokens).transpose(0, 1).contiguous())
         assert self.input_payload is not None, "the pipeline sent no input"
-        rows = block_starts(self.layer_range.start, self.config.k3.attn_res_block_size) + 1
+        rows = block_starts(self.config.k3, self.layer_range.start) + 1
         return ResidualState.unpack(self.input_payload, rows, self.config.hidden_size)
 
     def _logits(self, hidden_states: Tensor) -> Tensor:

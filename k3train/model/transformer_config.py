@@ -26,7 +26,7 @@ def transformer_config(config: Config, payload_rows: int = 1) -> K3TransformerCo
 
     Args:
         config: resolved and validated.
-        payload_rows: see `decoder.payload_rows`.
+        payload_rows: see `shapes.payload_rows`.
     """
     model, parallel = config.model, config.parallel
     dtype = DTYPES[model.dtype]

@@ -13,11 +13,11 @@ from parallel.groups import Groups
 from parallel.topology import Topology, split_layers
 
 from ..config import Config
-from ..model.attn_res import payload_rows
 from ..model.decoder import LanguageModelChunk
 from ..model.init import initialize
 from ..model.transformer_config import transformer_config
 from ..optim.build import build_optimizer, build_scheduler
+from ..shapes import payload_rows
 from .step import Trainer
 
 
@@ -40,7 +40,7 @@ def build_trainer(config: Config, groups: Groups) -> Trainer:
     cuts = split_layers(
         config.model.num_layers, parallel.pipeline * parallel.virtual, parallel.layers_per_chunk
     )
-    rows = payload_rows([cut.start for cut in cuts], config.model.attn_res_block_size)
+    rows = payload_rows(config.model, cuts)
     chunks = build_chunks(config, groups, cuts, rows)
     optimizer = build_optimizer(config, chunks, groups.pg_collection)
     return Trainer(

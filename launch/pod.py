@@ -1,0 +1,34 @@
+"""torchrun's agent in a pod: `python -m launch.pod OPTIONS -m launch.train OVERRIDES`.
+
+Takes the arguments of `launch.torchrun` and ends with what the training operator acts on: it starts a pod anew
+on statuses from 128 and gives the job up on lower ones (`IsRetryableExitCode` in kubeflow/training-operator),
+and a master that ends with 0 makes the whole job a success.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from . import torchrun
+from .compose import compose
+from .finished import is_finished
+
+STOPPED = 143
+"""Saved before the last step: what a process killed by SIGTERM ends with."""
+FAILED = 138
+"""Anything but a refusal; a new attempt may succeed."""
+ENTRY = "launch.train"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0 complete, 2 refused, STOPPED or FAILED."""
+    code = torchrun.run(arguments)
+    if code == 0:
+        overrides = arguments[arguments.index(ENTRY) + 1 :]
+        return 0 if is_finished(compose(overrides)) else STOPPED
+    return code if code == 2 else FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
