@@ -12,4 +12,5 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*ShardedTensor")
+    warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
     warnings.filterwarnings("ignore", category=SyntaxWarning)

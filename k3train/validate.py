@@ -49,7 +49,7 @@ AT_LEAST: dict[str, float] = {
     ),
     **dict.fromkeys(
         (
-            "cluster.restarts", "run.seed", "model.qk_extra_head_dim", "model.num_experts", "model.num_shared_experts",
+            "run.seed", "model.qk_extra_head_dim", "model.num_experts", "model.num_shared_experts",
             "model.num_dense_layers", "model.mtp_loss_weight", "optim.lr", "optim.weight_decay",
             "optim.clip_norm", "eval.every", "checkpoint.every", "checkpoint.keep", "log.trace_steps",
         ),
@@ -60,7 +60,7 @@ AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("parallel.pipeline", "parallel.virtual", "parallel.expert", "parallel.context"), 1),
     **dict.fromkeys(("parallel.data", "optim.muon_steps", "eval.batches", "log.every"), 1),
     **dict.fromkeys(("cluster.nodes", "cluster.ranks_per_node", "cluster.gpus_per_node"), 1),
-    "cluster.signal_seconds": 0,
+    **dict.fromkeys(("cluster.signal_seconds", "cluster.restarts"), 0),
 }  # fmt: skip
 
 ABOVE_ZERO = (
@@ -260,12 +260,13 @@ def _corpora(config: Config, world_size: int) -> None:
     data = config.data
     if data.source != "indexed":
         return
-    if not data.train:
-        remedy = "`k3train data prepare FILE... --output PREFIX` makes it, data.train=[PREFIX] reads it"
-        _refuse(config, "data.train", f"name at least one prefix: {remedy}")
-    if not data.valid:
-        _refuse(config, "data.valid", "name at least one prefix: nothing of data.train is held out for it")
-    for key in ("train", "valid"):
+    remedies = {
+        "train": "`k3train data prepare FILE... --output PREFIX` makes it, data.train=[PREFIX] reads it",
+        "valid": "nothing of data.train is held out for it",
+    }
+    for key, remedy in remedies.items():
+        if not getattr(data, key):
+            _refuse(config, f"data.{key}", f"name at least one prefix: {remedy}")
         for prefix in getattr(data, key):
             _corpus(config, f"data.{key}", prefix)
 

@@ -16,7 +16,7 @@ OUTPUT = "--output"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the job, or write it to `--output FILE`. Files and folders are not checked: they are the cluster's."""
+    """Print the job, or write it to a file. What it reads is the cluster's, and goes unchecked."""
     name = arguments[0] if arguments else "nothing"
     if name not in LAUNCHERS:
         raise UserError(f"launch: {name} is no launcher; valid are {', '.join(LAUNCHERS)}")

@@ -1,8 +1,8 @@
 """A Kubernetes manifest for a configuration: a Kubeflow PyTorchJob, one torchrun agent a pod.
 
 The training operator gives every pod MASTER_ADDR, MASTER_PORT and its own place as RANK; the agent takes them
-as the node's, and the ranks get their own. Statuses decide on a restart: see `launch.pod`. Fields are those of
-kubeflow/training-operator v1.9.0, pkg/apis/kubeflow.org/v1 (common_types.go, pytorch_types.go).
+as the node's, and the ranks get their own. Exit statuses decide on a restart: see `launch.pod`.
+Fields: kubeflow/training-operator v1.9.0, pkg/apis/kubeflow.org/v1 (common_types.go, pytorch_types.go).
 """
 
 from __future__ import annotations

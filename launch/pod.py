@@ -1,8 +1,8 @@
 """torchrun's agent in a pod: `python -m launch.pod OPTIONS -m launch.train OVERRIDES`.
 
-Takes the arguments of `launch.torchrun` and ends with what the training operator acts on: it starts a pod anew
-on statuses from 128 and gives the job up on lower ones (`IsRetryableExitCode` in kubeflow/training-operator),
-and a master that ends with 0 makes the whole job a success.
+Takes the arguments of `launch.torchrun` and ends with what the training operator acts on: it starts a pod
+anew on statuses from 128 and gives the job up on lower ones (`IsRetryableExitCode` in
+kubeflow/training-operator), and a master that ends with 0 makes the whole job a success.
 """
 
 from __future__ import annotations

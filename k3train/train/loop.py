@@ -31,6 +31,8 @@ def train(config: Config) -> int:
         Session(config).run()
     except (LayoutError, RankMismatchError) as error:
         raise UserError(str(error)) from error
+    except UserError:
+        raise
     except NonFiniteError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"k3train: {error}", file=sys.stderr)

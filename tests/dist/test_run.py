@@ -101,14 +101,16 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     arguments = runs.overrides(data, tmp_path / "run", "checkpoint.keep=0")
     code, output = runs.train([*arguments, "run.steps=4"])
     assert code == 0, output
-    newest = tmp_path / "run" / "checkpoints" / "step-00000004"
-    largest = max(newest.glob("*.distcp"), key=lambda file: file.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 1
-    largest.write_bytes(content)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    flip_a_byte(checkpoints / "step-00000004")
     code, output = runs.train([*arguments, "run.steps=4"])
     assert code == 0, output
     assert "step-00000004 is damaged" in output and "behind step 2" in output
+    for folder in checkpoints.iterdir():
+        flip_a_byte(folder)
+    code, output = runs.train([*arguments, "run.steps=6"])
+    assert code == 2
+    assert "none of the 2 checkpoints" in output and "Traceback" not in output
 
 
 def test_divergence_stops_with_step_rank_layer_and_samples(data: list[str], tmp_path: Path) -> None:
@@ -141,6 +143,14 @@ def test_golden_curve_of_tiny(data: list[str], tmp_path: Path) -> None:
     assert code == 0, output
     losses = [line["loss"] for line in runs.metrics(tmp_path / "run")]
     assert losses == pytest.approx(golden["loss"], rel=2e-3)
+
+
+def flip_a_byte(checkpoint: Path) -> None:
+    """Damage the middle of a checkpoint's largest file."""
+    largest = max(checkpoint.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
 
 
 def children(pid: int) -> list[int]:

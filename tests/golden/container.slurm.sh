@@ -3,6 +3,7 @@
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=2
+#SBATCH --cpus-per-task=8
 #SBATCH --partition=batch
 #SBATCH --account=team-a
 #SBATCH --time=24:00:00
@@ -40,16 +41,16 @@ ON_NODE
 srun --label --kill-on-bad-exit=1 --cpu-bind=none --container-image='registry.example#k3train:0.1.0' --container-mounts="$SLURM_SUBMIT_DIR":"$SLURM_SUBMIT_DIR",/data:/data,/models/k3:/models/k3,'/scratch/it'"'"'s':'/scratch/it'"'"'s' --container-workdir="$SLURM_SUBMIT_DIR" bash -euc "$on_node" &
 step=$!
 limit_is_near=
-trap 'limit_is_near=1; kill -USR1 "$step"' USR1
+trap 'limit_is_near=1; signalled=1; kill -USR1 "$step" 2>/dev/null' USR1
 
-# A trapped signal ends the first wait early.
-wait "$step"
-status=$?
-if [ -n "$limit_is_near" ]; then
+# Every trapped signal ends a wait early; bash keeps the status of a step that has ended for the next one.
+signalled=1
+while [ -n "$signalled" ]; do
+    signalled=
     wait "$step"
     status=$?
-    if [ "$status" -eq 0 ]; then
-        scontrol requeue "$SLURM_JOB_ID"
-    fi
+done
+if [ -n "$limit_is_near" ] && [ "$status" -eq 0 ] && [ ! -d '/scratch/it'"'"'s/checkpoints/step-00000100' ]; then
+    scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

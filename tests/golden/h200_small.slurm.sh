@@ -43,16 +43,16 @@ ON_NODE
 srun --label --kill-on-bad-exit=1 --cpu-bind=none bash -euc "$on_node" &
 step=$!
 limit_is_near=
-trap 'limit_is_near=1; kill -USR1 "$step"' USR1
+trap 'limit_is_near=1; signalled=1; kill -USR1 "$step" 2>/dev/null' USR1
 
-# A trapped signal ends the first wait early.
-wait "$step"
-status=$?
-if [ -n "$limit_is_near" ]; then
+# Every trapped signal ends a wait early; bash keeps the status of a step that has ended for the next one.
+signalled=1
+while [ -n "$signalled" ]; do
+    signalled=
     wait "$step"
     status=$?
-    if [ "$status" -eq 0 ]; then
-        scontrol requeue "$SLURM_JOB_ID"
-    fi
+done
+if [ -n "$limit_is_near" ] && [ "$status" -eq 0 ] && [ ! -d '/scratch/it'"'"'s/checkpoints/step-00000100' ]; then
+    scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -35,6 +35,8 @@ LOSS_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 2e-6, 1e-5, 5e-4
 
 def run(world_size: int, overrides: list[str], folder: Path) -> Run:
     """Reports of a run, and every tensor that any rank holds by its global name."""
+    if torch.cuda.is_available() and torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
     folder.mkdir()
     reports = run_workers(
         "tests.parity.worker:train", world_size, args={"overrides": overrides, "folder": str(folder)}

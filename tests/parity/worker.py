@@ -60,13 +60,14 @@ def train(overrides: list[str], folder: str) -> list[dict[str, Any]]:
         # The last token of each micro-batch counts for nothing, so that token counts are not all alike.
         mask = torch.ones(size, length)
         mask[-1, -1] = 0
+        place = groups.device
         return [
             {
-                "tokens": window[:, :-1].contiguous(),
-                "labels": window[:, 1:].contiguous(),
-                "loss_mask": mask,
+                "tokens": window[:, :-1].contiguous().to(place),
+                "labels": window[:, 1:].contiguous().to(place),
+                "loss_mask": mask.to(place),
                 "sample_ids": torch.arange(size),
-                "packing": Packing.from_tokens(window[:, :-1].contiguous(), 256),
+                "packing": Packing.from_tokens(window[:, :-1].contiguous().to(place), 256),
             }
             for window in windows[rank * share : (rank + 1) * share]
         ]
@@ -84,14 +85,14 @@ def train(overrides: list[str], folder: str) -> list[dict[str, Any]]:
         )
         if step == 1:
             gradients = {
-                name: parameter.main_grad.clone()
+                name: parameter.main_grad.cpu().clone()
                 for model in trainer.models
                 for name, parameter in named_parameters(model)
                 if parameter.requires_grad
             }
     reports.append({"loss": evaluate(trainer, batches(99)).loss})
     weights = {
-        name: parameter.detach().clone()
+        name: parameter.detach().cpu().clone()
         for model in trainer.models
         for name, parameter in named_parameters(model)
     }

@@ -226,8 +226,21 @@ def test_k3_pretrain_has_the_published_sizes() -> None:
     assert round(planned["parameters"]["active"] / 1e9, 2) == 104.19
     assert len(planned["memory_bytes"]) == ranks
     assert planned["pipeline"]["payload_rows"] == 9
+    layout = planned["layout"]
+    assert [layout[name] for name in ("pipeline", "virtual", "expert", "data")] == [8, 2, 128, 128]
     sequences = config.run.microbatches * config.data.micro_batch_size * (config.parallel.data or 0)
     assert planned["tokens_per_step"] == sequences * config.data.sequence_length > 0
+
+
+def test_k3_pretrain_leaves_room_on_its_fullest_rank() -> None:
+    config = ready(["recipe=k3_pretrain"], inputs=False)
+    planned = plan(config, world_size(config))
+    largest = max(sum(rank.values()) for rank in planned["memory_bytes"])
+    assert largest / 2**30 == pytest.approx(112.1, abs=0.1)
+    # The process, its libraries and the allocator's unused blocks come on top.
+    assert largest < 0.85 * config.cluster.memory_gib * 2**30
+    assert planned["pipeline"]["bubble_over_compute"] == pytest.approx(0.043, abs=0.001)
+    assert planned["mfu"] == pytest.approx(0.185, abs=0.001)
 
 
 @pytest.mark.parametrize("recipe", ["tiny", "tiny_dense_check", "h200_small", "h200_slice", "k3_pretrain"])

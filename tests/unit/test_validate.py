@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from k3train import compatibility
 from k3train.config import Config, flatten
 from k3train.config_file import to_yaml
+from k3train.data.indexed import write_index
+from k3train.data.prepare import PreparedInfo
 from k3train.errors import UserError
 from k3train.validate import ABOVE_ZERO, AT_LEAST, BETWEEN, CHOICES, validate
 from launch import reference
@@ -66,8 +73,13 @@ SINGLE = ["recipe=tiny", "parallel=single", "optim=adamw"]
         ),
         (
             ["data=indexed", "data.train=[a,b]", "data.train_weights=[1,-1]"],
-            ["data.train_weights=[1.0,-1.0]", "at least 0"],
+            ["data.train_weights=[1.0,-1.0]", "above 0"],
         ),
+        (["data=indexed", "data.train=[a,b]", "data.train_weights=[1,0]"], ["[1.0,0.0]", "above 0"]),
+        (["data=indexed", "data.train=[a]", "data.train_weights=[inf]"], ["[inf]", "finite"]),
+        ([*SINGLE, "parallel.data=3"], ["eval.batches=32", "multiple of parallel.data = 3", "use 33"]),
+        (["eval.batches=31"], ["eval.batches=31", "parallel.data x parallel.pipeline = 2", "use 32"]),
+        (["cluster.restarts=-1"], ["cluster.restarts=-1", "at least 0"]),
         (["data.tokenizer=no.json"], ["data.tokenizer=no.json"]),
         (["cluster.time_limit=1h"], ["cluster.time_limit=1h", "HH:MM:SS"]),
     ],
@@ -98,11 +110,59 @@ def test_half_a_pair_of_files_is_refused(tmp_path: Path) -> None:
     overrides = ["recipe=tiny", "data=indexed", f"data.train=[{tmp_path}/a]"]
     with pytest.raises(UserError, match=r"a\.idx does not exist"):
         ready(overrides)
-    (tmp_path / "a.idx").touch()
+    corpus(tmp_path / "a")
+    overrides.append(f"data.valid=[{tmp_path}/a]")
     assert ready(overrides).data.train == [f"{tmp_path}/a"]
     assert ready(["recipe=tiny", "data=indexed", "data.train=[elsewhere]"], inputs=False).data.train == [
         "elsewhere"
     ]
+
+
+def test_a_torn_pair_is_refused(tmp_path: Path) -> None:
+    corpus(tmp_path / "a")
+    (tmp_path / "a.bin").write_bytes(b"\0" * 5)
+    with pytest.raises(UserError, match=r"data\.train=.*a\.bin holds 5 bytes where a\.idx says 6: torn"):
+        ready(["recipe=tiny", "data=indexed", f"data.train=[{tmp_path}/a]", f"data.valid=[{tmp_path}/a]"])
+
+
+def test_indexed_data_needs_a_validation_split(tmp_path: Path) -> None:
+    corpus(tmp_path / "a")
+    with pytest.raises(UserError, match=r"data\.valid=\[\]: name at least one prefix"):
+        ready(["recipe=tiny", "data=indexed", f"data.train=[{tmp_path}/a]"])
+
+
+def test_a_corpus_of_another_tokenizer_is_refused_and_its_own_named(tmp_path: Path) -> None:
+    corpus(tmp_path / "a")
+    corpus(tmp_path / "b", tokenizer="/models/k3/tiktoken.model", fingerprint="tiktoken:0a")
+    overrides = ["recipe=tiny", "data=indexed", f"data.train=[{tmp_path}/a]"]
+    assert ready([*overrides, f"data.valid=[{tmp_path}/a]"]).data.tokenizer == "byte"
+    with pytest.raises(UserError) as refusal:
+        ready([*overrides, f"data.valid=[{tmp_path}/b]"])
+    message = str(refusal.value)
+    assert message.startswith(f"data.valid=[{tmp_path}/b]: ")
+    assert "prepared with the tokenizer /models/k3/tiktoken.model, and data.tokenizer is byte" in message
+    assert "set data.tokenizer=/models/k3/tiktoken.model" in message
+
+
+def test_data_is_checked_without_torch(tmp_path: Path) -> None:
+    corpus(tmp_path / "a")
+    overrides = ["recipe=tiny", "data=indexed", f"data.train=[{tmp_path}/a]", f"data.valid=[{tmp_path}/a]"]
+    program = (
+        "import sys; from launch.compose import ready; ready(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *overrides], timeout=60, check=False)
+    assert done.returncode == 0
+
+
+def corpus(prefix: Path, tokenizer: str = "byte", fingerprint: str = "byte") -> None:
+    """A document of three tokens, with the description that `data prepare` leaves beside it."""
+    prefix.with_suffix(".bin").write_bytes(np.array([1, 2, 256], np.uint16).tobytes())
+    write_index(prefix.with_suffix(".idx"), np.array([3], np.int32), np.uint16)
+    info = PreparedInfo(
+        prefix.name, tokenizer, fingerprint, 259, documents=1, tokens=3, bytes=2, empty=0, dtype="uint16",
+        recipe="",
+    )  # fmt: skip
+    prefix.with_suffix(".json").write_text(json.dumps(asdict(info)))
 
 
 def test_run_folder_has_to_be_a_folder(tmp_path: Path) -> None:
@@ -128,11 +188,21 @@ def test_a_folder_of_another_run_is_refused_unless_it_starts_anew(tmp_path: Path
     assert ready([*base, "optim.lr=0.5", "run.resume=false"]).optim.lr == 0.5
 
 
+@pytest.mark.parametrize("held", ["metrics.jsonl", "checkpoints"])
+def test_starting_anew_over_a_run_is_refused(held: str, tmp_path: Path) -> None:
+    overrides = ["recipe=tiny", f"run.dir={tmp_path}", "run.resume=false"]
+    assert not ready(overrides).run.resume
+    (tmp_path / held).mkdir()
+    with pytest.raises(UserError, match=rf"run\.resume=false: .* holds a run \({held}\); set"):
+        ready(overrides)
+    assert ready(overrides[:2]).run.resume
+
+
 def test_layouts_that_work() -> None:
     for overrides, ranks in [
         (["parallel=pp2_vpp2_ep2"], 4),
         (["parallel=single", "parallel.expert=4", "parallel.data=8"], 8),
-        (["parallel.pipeline=3", "parallel.virtual=3", "run.microbatches=6"], 3),
+        (["parallel.pipeline=3", "parallel.virtual=3", "run.microbatches=6", "eval.batches=6"], 3),
         (["parallel=pp2", "run.microbatches=3"], 2),
     ]:
         assert world_size(ready(["recipe=tiny", *overrides]), {}) == ranks

@@ -37,6 +37,7 @@ def probe(folder: Path, *arguments: str) -> tuple[str, str]:
         (["train", "optim.lr=x"], "optim.lr=x: expected a number"),
         (["train", "parallel.context=2"], "parallel.context=2: context parallelism is not available"),
         (["train", "data=indexed"], "data.train=[]: name at least one prefix"),
+        (["train", "recipe=k3_pretrain"], "data.train=[]: name at least one prefix: `k3train data prepare"),
         (
             ["train", "recipe=k3_pretrain", "data=bundled"],
             "cluster.nodes=128: `k3train train` starts one machine",
@@ -114,10 +115,21 @@ def test_sample_passes_its_options_on(
     assert sample.main([str(tmp_path), "prompt=def a=", "tokens=3", "temperature=0"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == [[str(tmp_path), "def a="], {"tokens": 3, "temperature": 0.0}]
+    swept = tmp_path / "optim.lr=0.1"
+    swept.mkdir()
+    (swept / "config.yaml").write_text("")
+    assert sample.main([str(swept), "prompt=a"]) == 0
+    assert json.loads(capsys.readouterr().out) == [[str(swept), "a"], {}]
     with pytest.raises(UserError, match="tokens=x: expected an integer"):
         sample.main([str(tmp_path), "prompt=a", "tokens=x"])
     with pytest.raises(UserError, match="top_k=3: no such option; valid are prompt, tokens"):
         sample.main([str(tmp_path), "prompt=a", "top_k=3"])
+
+
+ON_64_NODES = [
+    *("recipe=k3_pretrain", "cluster.nodes=64", "parallel.expert=64", "cluster.image=k3:1"),
+    "cluster.volume=runs",
+]
 
 
 @pytest.mark.parametrize(
@@ -126,8 +138,32 @@ def test_sample_passes_its_options_on(
 def test_launch_prints_a_job_for_files_that_are_elsewhere(
     launcher: str, sign: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["launch", launcher, "recipe=k3_pretrain", "cluster.nodes=64", "cluster.image=k3:1"]) == 0
+    assert cli.main(["launch", launcher, *ON_64_NODES]) == 0
     assert sign in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_launch_writes_the_same_job_to_a_file(
+    joined: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["launch", "slurm", *ON_64_NODES]) == 0
+    printed = capsys.readouterr().out
+    target = tmp_path / "job.sh"
+    target.write_text("an older job")
+    output = [f"--output={target}"] if joined else ["--output", str(target)]
+    assert cli.main(["launch", "slurm", *output, *ON_64_NODES]) == 0
+    assert capsys.readouterr().out == ""
+    assert target.read_text() == printed
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_launch_refuses_a_file_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", "slurm", "--output", f"{tmp_path}/no/job.sh"]) == 2
+    assert capsys.readouterr().err == (
+        f"k3train: --output {tmp_path}/no/job.sh: cannot be written: No such file or directory\n"
+    )
+    assert cli.main(["launch", "slurm", "--output"]) == 2
+    assert "--output needs the name of a file" in capsys.readouterr().err
 
 
 def test_plan_prints_one_json_object(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_one_pipeline_stage_drops_the_recipe_s_chunks_but_not_the_user_s() -> No
         (["recipe=tiny", "parallel.data=3"], {}, 6, 3, 1, 6),
         (["recipe=h200_small", "cluster.nodes=4"], {}, 32, 32, 4, 8),
         (["recipe=h200_small", "cluster.ranks_per_node=2"], {}, 2, 2, 1, 2),
-        (["recipe=k3_pretrain", "cluster.nodes=64"], {}, 512, 32, 64, 8),
+        (["recipe=k3_pretrain", "cluster.nodes=64"], {}, 512, 64, 64, 8),
         (["recipe=tiny"], {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, 8, 4, 2, 4),
     ],
 )

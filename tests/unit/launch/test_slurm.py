@@ -51,7 +51,16 @@ if [ "$1" = show ]; then printf 'node0\nnode1\n'; else echo "$@" >> "$RECORDS/re
 
 # Stands for torchrun's agent: notes how it was started, then ends as it is told or waits to be signalled.
 PYTHON = r"""#!/bin/bash
-trap 'touch "$RECORDS/saved.$SLURM_NODEID"; exit ${CODE_AFTER_SIGNAL:-0}' USR1
+save() {
+    touch "$RECORDS/saving.$SLURM_NODEID"
+    for ((i = 0; i < 400; i++)); do
+        if [ -z "${SLOW_SAVE:-}" ] || [ -e "$RECORDS/disk" ]; then break; fi
+        sleep 0.05
+    done
+    touch "$RECORDS/saved.$SLURM_NODEID"
+    exit ${CODE_AFTER_SIGNAL:-0}
+}
+trap save USR1
 printf '%s\0' "$@" > "$RECORDS/draft.$SLURM_NODEID"
 env > "$RECORDS/environment.$SLURM_NODEID"
 mv "$RECORDS/draft.$SLURM_NODEID" "$RECORDS/started.$SLURM_NODEID"
@@ -164,6 +173,38 @@ def test_signal_before_the_limit_reaches_every_node_and_requeues(tmp_path: Path,
     assert job.requeued() == "requeue 1234567"
 
 
+def test_a_second_signal_while_the_run_saves_does_not_lose_the_requeue(
+    tmp_path: Path, jobs: list[Job]
+) -> None:
+    job = Job(tmp_path, two_nodes(), SLOW_SAVE="1")
+    jobs.append(job)
+    job.wait_for("started.0", "started.1")
+    job.process.send_signal(signal.SIGUSR1)
+    job.wait_for("saving.0", "saving.1")
+    for _ in range(2):
+        job.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.3)
+        assert job.process.poll() is None, "the job ended ahead of its step"
+    assert job.requeued() == ""
+    (job.records / "disk").touch()
+    assert job.process.wait(timeout=20) == 0
+    assert (job.records / "saved.0").exists() and (job.records / "saved.1").exists()
+    assert job.requeued() == "requeue 1234567"
+
+
+def test_a_complete_run_is_not_requeued(tmp_path: Path, jobs: list[Job]) -> None:
+    config = two_nodes()
+    config.run.dir, config.run.steps = str(tmp_path / "it's"), 7
+    job = Job(tmp_path, config)
+    jobs.append(job)
+    job.wait_for("started.0", "started.1")
+    (tmp_path / "it's/checkpoints/step-00000007").mkdir(parents=True)
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.process.wait(timeout=20) == 0
+    assert (job.records / "saved.0").exists()
+    assert job.requeued() == ""
+
+
 def test_a_failed_save_is_not_requeued(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, two_nodes(), CODE_AFTER_SIGNAL="5")
     jobs.append(job)
@@ -185,6 +226,17 @@ def test_a_line_break_cannot_leave_its_directive() -> None:
     config.cluster.partition = "batch\nrm -r runs"
     with pytest.raises(UserError, match="partition .*line break"):
         slurm.render(config, [])
+
+
+def test_part_of_a_node_s_gpus_comes_with_cores_and_all_of_them_with_the_node() -> None:
+    config = in_container()
+    config.run.threads = 4
+    directives = [line for line in slurm.render(config, []).splitlines() if line.startswith("#SBATCH")]
+    assert "#SBATCH --gpus-per-node=2" in directives
+    assert f"#SBATCH --cpus-per-task={2 * (4 + slurm.HELPERS)}" in directives
+    assert "#SBATCH --exclusive" not in directives
+    whole = slurm.render(two_nodes(), [])
+    assert "#SBATCH --exclusive" in whole and "cpus-per-task" not in whole
 
 
 def test_cpu_nodes_ask_for_cores_instead_of_gpus() -> None:
