@@ -87,6 +87,7 @@ def measure(
     seconds = timed(lambda step: train_step(trainer, inputs.next_step(), step, phase), steps, warmup)
     rows = [row(recipe, "k3train", config, seconds, groups.rank)]
     rows[0] |= {name: statistics.median(values) for name, values in phases.items()}
+    tell(rows[0])
     rows[0]["configuration"] = dataclasses.asdict(config)
     if profile:
         show_profile(lambda: train_step(trainer, inputs.next_step(), warmup + steps + 1))
@@ -99,6 +100,7 @@ def measure(
         others = timed(lambda step: plain(inputs.next_step()), steps, warmup)
         rows.append(row(recipe, "megatron-core", config, others, groups.rank) | plain.phases())
         rows[1]["parameters"] = plain.description["parameters"]
+        tell(rows[1])
         rows[1]["configuration"] = plain.description
         rows[0]["ratio"] = rows[0]["tokens/s"] / rows[1]["tokens/s"]
         rows[1]["ratio"] = 1.0
@@ -107,6 +109,16 @@ def measure(
     inputs.close()
     destroy()
     return rows
+
+
+def tell(row: dict[str, Any]) -> None:
+    """Say at once what a system did: the next one may take minutes, or fail."""
+    if row["rank"] == 0:
+        shown = " ".join(
+            f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
+            for key, value in row.items()
+        )
+        print(shown, file=sys.stderr, flush=True)
 
 
 def timed(step: Any, steps: int, warmup: int) -> list[float]:

@@ -32,7 +32,10 @@ def main(arguments: Sequence[str]) -> int:
         resume=options.resume,
     )
     print(info)
-    print(f"train on it with data=indexed data.train=[{options.output}] data.tokenizer={options.tokenizer}")
+    print(
+        f"train on it with data=indexed data.train=[{options.output}] "
+        f"data.valid=[PREFIX] data.tokenizer={options.tokenizer}, where PREFIX is of other files"
+    )
     return 0
 
 
