@@ -7,7 +7,7 @@ import torch
 from k3train.errors import UserError
 from k3train.ops import backends
 
-OPERATORS = {"kda", "short_conv", "attn_res", "situ", "attention"}
+OPERATORS = {"kda", "short_conv", "attn_res", "situ", "attention", "linear"}
 
 
 def test_auto_runs_every_operator_on_cpu() -> None:

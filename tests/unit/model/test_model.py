@@ -1,0 +1,61 @@
+"""The assembled model against a second, plain one; what its router counts; its initial values."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from k3train.model.attn_res import ResidualState
+from k3train.model.init import DT_MAX, DT_MIN, inverse_softplus_bias
+from k3train.model.mtp import mtp_targets
+from k3train.model.naming import global_name
+from k3train.ops.kda import kda_gate
+from tests.dist.launch import run_workers
+
+
+def test_logits_equal_a_plain_forward_from_the_specification() -> None:
+    (answer,) = run_workers("tests.unit.model.workers:compare_with_plain", 1)
+    assert answer["error"] < 1e-4
+    assert answer["spread"] > 0.3, "logits that hardly depend on the position would prove little"
+
+
+def test_router_counts_each_training_token_once() -> None:
+    (answer,) = run_workers("tests.unit.model.workers:count_router", 1)
+    assert answer == {"train": 32, "recompute": 32, "padded": 26, "load": 26 * 2, "eval": 0}
+
+
+def test_initial_decay_is_minus_five_times_one_minus_exp_of_minus_dt() -> None:
+    uniform = torch.linspace(0, 1, 64, dtype=torch.float64)
+    bias = inverse_softplus_bias(uniform)
+    dt = torch.exp(math.log(DT_MIN) + uniform * (math.log(DT_MAX) - math.log(DT_MIN)))
+    z = torch.zeros(1, 1, 1, 64, dtype=torch.float64)
+    decay = kda_gate(z, torch.zeros(1, dtype=torch.float64), bias, -5.0).flatten()
+    torch.testing.assert_close(decay.double(), -5 * (1 - torch.exp(-dt)), rtol=1e-5, atol=1e-7)
+
+
+def test_mtp_predicts_the_token_after_the_next_inside_a_document() -> None:
+    labels = torch.tensor([[11, 12, 13, 14, 15]])
+    mask = torch.tensor([[1.0, 1, 1, 1, 0]])
+    documents = torch.tensor([[0, 0, 1, 1, 1]])
+    targets, kept = mtp_targets(labels, mask, documents)
+    assert targets[0, :4].tolist() == [12, 13, 14, 15]
+    # Position 1 reads the embedding of another document, 3 has a masked target, 4 has none.
+    assert kept.tolist() == [[1, 0, 1, 0, 0]]
+
+
+def test_residual_state_survives_packing_with_its_gradients() -> None:
+    rows = [torch.randn(3, 2, 4, requires_grad=True) for _ in range(3)]
+    packed = ResidualState(tuple(rows[:2]), rows[2]).pack(5)
+    assert packed.shape == (3, 2, 20) and not packed[..., 12:].any()
+    state = ResidualState.unpack(packed, 3, 4)
+    assert all(torch.equal(a, b) for a, b in zip(state.sources, rows, strict=True))
+    (state.bank[1] * 2 + state.running).sum().backward()
+    assert [row.grad.unique().tolist() for row in rows] == [[0.0], [2.0], [1.0]]
+
+
+def test_one_name_for_an_expert_in_every_layout() -> None:
+    local = global_name("layers.3.mlp.experts.local_experts.2.linear_fc1.weight", first_expert=8)
+    grouped = global_name("layers.3.mlp.experts.linear_fc1.weight2", first_expert=8)
+    assert local == grouped == "layers.3.mlp.experts.10.linear_fc1.weight"
+    assert global_name("layers.3.mlp.router.weight", 8) == "layers.3.mlp.router.weight"
