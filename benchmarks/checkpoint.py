@@ -1,10 +1,10 @@
 """How long a checkpoint stops training: asynchronous beside synchronous saves of one model, in one run.
 
-Workload: the recipe's model and optimizer state (tiny on one rank unless told otherwise), a training step
-between saves. `blocked` is the time that `save` keeps the training loop, `until published` the time until the
-checkpoint is complete, both in seconds, medians with fastest and slowest in the JSON. `step while writing` is
-the training step that runs beside an asynchronous write. `load` verifies every checksum first. The disk is that
-of --folder (the system's temporary folder by default); its cache is warm when the checkpoint is loaded.
+Workload: the recipe's model and optimizer state (tiny on one rank unless told otherwise), all in seconds,
+medians; the JSON holds every value. `blocked` is how long `save` keeps the training loop, `until published` how
+long until the checkpoint is complete. `step while writing` is the training step beside an asynchronous write,
+to be held against `undisturbed_step` in the JSON. `load` verifies every checksum first. The disk is that of
+--folder (the system's temporary folder by default); its cache is warm when the checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def measure(config: Config, folder: Path, saves: int) -> tuple[dict[str, Any], l
 
     step()  # the optimizer makes its state
     figures: dict[str, Any] = {"undisturbed_step": [step() for _ in range(saves)]}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for kind in ("synchronous", "asynchronous"):
         root = folder / kind
         told: list[str] = []

@@ -83,7 +83,7 @@ OPERATORS = {
         "reference",
         32768,
         lambda T, H, D: [normal(1, T, H * D), 0.5 * normal(H * D, 1, 4)],
-        lambda inputs, packing, backend: short_conv(*inputs, packing, backend),
+        lambda inputs, packing, backend: short_conv(inputs[0], inputs[1], packing, backend),
     ),
     "situ": Operator(
         "reference",
@@ -149,10 +149,8 @@ def errors(op: str, backend: str, inputs: Inputs, packing: Packing) -> tuple[flo
     """Relative error of the output, and the worst of the gradients, against the reference in FP64."""
     operator = OPERATORS[op]
     exact = place(op, [x.detach() for x in inputs], str(inputs[0].device), torch.float64)
-    output, expected = (
-        operator.run(inputs, packing, backend),
-        operator.run(exact, packing, operator.reference),
-    )
+    output = operator.run(inputs, packing, backend)
+    expected = operator.run(exact, packing, operator.reference)
     weight = torch.randn_like(output)
     grads = torch.autograd.grad(output, inputs, weight)
     expected_grads = torch.autograd.grad(expected, exact, weight.double())
@@ -240,15 +238,9 @@ def main() -> None:
     rows = []
     for op in options.op or OPERATORS:
         rows += rows_of(op, lengths, heads, width, repeats, short)
-    scientific = {"error", "worst gradient"}
-    shown = [
-        {
-            key: f"{value:.1e}" if key in scientific else value
-            for key, value in entry.items()
-            if key != "spread ms"
-        }
-        for entry in rows
-    ]
+    shown = [{key: value for key, value in entry.items() if key != "spread ms"} for entry in rows]
+    for entry in shown:
+        entry |= {key: f"{entry[key]:.1e}" for key in ("error", "worst gradient")}
     workload = {"heads": heads, "width": width, "tokens": lengths, "error_tokens": short, "repeats": repeats}
     report.publish({"benchmark": "operators", "workload": workload, "rows": rows}, shown, options.json)
 

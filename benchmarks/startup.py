@@ -1,9 +1,9 @@
-"""Seconds that a person waits: for help, a plan, a refusal, the doctor, and the first training step of `tiny`.
+"""Seconds that a person waits for help, a plan, a refusal, the doctor and the first training step of `tiny`.
 
-Workload: each command in a process of its own, wall time from its start to its end; for training, to the first
-line of metrics.jsonl (two ranks, pipeline 2 x virtual 2, as the recipe says; without GPUs), after which it is
-stopped. `cold` training starts with an empty cache of derived data, `warm` finds what the cold one left there. Medians of the
-repeats, with the fastest and slowest. Python's own byte code is warm from the first repeat on.
+Workload: each command in a process of its own, wall time from its start to its end; training to the first line
+of metrics.jsonl (two ranks, pipeline 2 x virtual 2, as the recipe says, without GPUs), after which it is
+stopped. `cold` starts with an empty cache of derived data, `warm` finds what the cold run left there. Medians
+of the repeats, with the fastest and slowest; Python's own byte code may be cold in the first.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report
 
+ROOT = Path(__file__).resolve().parents[1]
 COMMANDS: dict[str, tuple[list[str], tuple[int, ...]]] = {
     "--help": (["--help"], (0,)),
     "plan": (["plan", "recipe=tiny"], (0,)),

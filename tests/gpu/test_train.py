@@ -1,4 +1,4 @@
-"""h200_small with fewer layers on GPUs: it learns, its kernels agree with plain torch, it resumes, it spreads.
+"""h200_small with fewer layers on GPUs: it learns, agrees with plain torch, resumes, and spreads.
 
 Every run is a process of its own, as under torchrun. The head shape stays that of h200_small, so that kernels
 compiled for it serve here.
