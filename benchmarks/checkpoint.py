@@ -1,10 +1,10 @@
 """How long a checkpoint stops training: asynchronous beside synchronous saves of one model, in one run.
 
 Workload: the recipe's model and optimizer state (tiny on one rank unless told otherwise), all in seconds,
-medians; the JSON holds every value. `blocked` is how long `save` keeps the training loop, `until published` how
-long until the checkpoint is complete. `step while writing` is the training step beside an asynchronous write,
-to be held against `undisturbed_step` in the JSON. `load` verifies every checksum first. The disk is that of
---folder (the system's temporary folder by default); its cache is warm when the checkpoint is loaded.
+medians; the JSON holds every value. `blocked` is how long `save` keeps the training loop, `until published`
+how long it takes until the checkpoint is complete. `step while writing` is the training step beside an
+asynchronous write, to be held against `undisturbed_step` in the JSON. `load` verifies every checksum first.
+The disk is that of --folder (the system's temporary folder by default); its cache is warm for the load.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from k3train.config import Config
 from k3train.model.transformer_config import DTYPES
 from k3train.optim.build import build_optimizer
+from k3train.optim.clip import clip_gradients, gradient_norm
 from parallel.groups import Groups
 
 
@@ -79,7 +80,11 @@ class PlainStep:
             pg_collection=self.groups.pg_collection,
         )
         middle = self._now()
-        self.optimizer.step()
+        self.optimizer.prepare_grads()
+        groups, sharded = self.groups, self.config.parallel.zero == 1
+        norm = gradient_norm(self.optimizer, groups.pg_collection, groups.device, sharded=sharded)
+        clip_gradients(self.optimizer, norm, self.config.optim.clip_norm)
+        self.optimizer.step_with_ready_grads()
         self._seconds["forward_backward"].append(middle - start)
         self._seconds["optimizer"].append(self._now() - middle)
 

@@ -1,7 +1,7 @@
 """Seconds that a person waits for help, a plan, a refusal, the doctor and the first training step of `tiny`.
 
-Workload: each command in a process of its own, wall time from its start to its end; training to the first line
-of metrics.jsonl (two ranks, pipeline 2 x virtual 2, as the recipe says, without GPUs), after which it is
+Workload: each command in a process of its own, wall time from its start to its end; training to the first
+line of metrics.jsonl (two ranks, pipeline 2 x virtual 2, as the recipe says, without GPUs), after which it is
 stopped. `cold` starts with an empty cache of derived data, `warm` finds what the cold run left there. Medians
 of the repeats, with the fastest and slowest; Python's own byte code may be cold in the first.
 """

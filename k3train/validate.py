@@ -306,6 +306,8 @@ def _tokenizer(config: Config, world_size: int) -> None:
 
 
 def _run_folder(config: Config, world_size: int) -> None:
+    if not config.run.dir.strip():
+        _refuse(config, "run.dir", "it is empty; name a folder")
     folder = Path(config.run.dir).expanduser().absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
     if not existing.is_dir():

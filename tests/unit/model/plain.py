@@ -5,6 +5,8 @@ Takes weights by their global names. Letters: b batch, s sequence, d hidden, H h
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ def forward(model: ModelConfig, weights: Weights, biases: Weights, tokens: Tenso
 
 def _row(model: ModelConfig, w: Weights, biases: Weights, tokens: Tensor, eod: int) -> Tensor:
     borders = [0, *(int(i) + 1 for i in (tokens[:-1] == eod).nonzero()), len(tokens)]
-    documents = [range(a, b) for a, b in zip(borders, borders[1:], strict=False)]
+    documents = [range(a, b) for a, b in pairwise(borders)]
     bank: list[Tensor] = []
     running = w["embedding.weight"][tokens]  # [s, d]
     for layer in range(model.num_layers):
@@ -32,7 +34,9 @@ def _row(model: ModelConfig, w: Weights, biases: Weights, tokens: Tensor, eod: i
         x = _rms(mixed, w[path + "input_norm.weight"], model.norm_eps)
         is_mla = (layer + 1) % model.full_attention_every == 0 or layer == model.num_layers - 1
         attention = _mla if is_mla else _kda
-        attended = torch.cat([attention(model, w, path + "self_attention.", x[document]) for document in documents])
+        attended = torch.cat(
+            [attention(model, w, path + "self_attention.", x[document]) for document in documents]
+        )
         running = attended if fresh else running + attended
         mixed = _mix(w, path + "mlp_res", [*bank, running], model.norm_eps)
         x = _rms(mixed, w[path + "post_norm.weight"], model.norm_eps)
@@ -78,7 +82,9 @@ def _kda(model: ModelConfig, w: Weights, path: str, x: Tensor) -> Tensor:
     q, k, v = convolved("q"), convolved("k"), convolved("v")
     q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
     z = x @ w[path + "f_a_proj.weight"].T @ w[path + "f_b_proj.weight"].T + w[path + "dt_bias"]
-    decay = model.gate_lower_bound * torch.sigmoid(w[path + "A_log"].exp()[:, None] * z.view(-1, heads, width))
+    decay = model.gate_lower_bound * torch.sigmoid(
+        w[path + "A_log"].exp()[:, None] * z.view(-1, heads, width)
+    )
     beta = torch.sigmoid(x @ w[path + "b_proj.weight"].T)
     state = x.new_zeros(heads, width, width)
     outputs = []
@@ -94,7 +100,10 @@ def _kda(model: ModelConfig, w: Weights, path: str, x: Tensor) -> Tensor:
 def _mla(model: ModelConfig, w: Weights, path: str, x: Tensor) -> Tensor:
     heads, nope = model.num_heads, model.qk_nope_head_dim
     eps = model.mla_norm_eps
-    q = _rms(x @ w[path + "q_a_proj.weight"].T, w[path + "q_a_norm.weight"], eps) @ w[path + "q_b_proj.weight"].T
+    q = (
+        _rms(x @ w[path + "q_a_proj.weight"].T, w[path + "q_a_norm.weight"], eps)
+        @ w[path + "q_b_proj.weight"].T
+    )
     q = q.view(len(x), heads, -1)
     latent, extra = (x @ w[path + "kv_a_proj.weight"].T).split(
         [model.kv_lora_rank, model.qk_extra_head_dim], -1
@@ -104,7 +113,9 @@ def _mla(model: ModelConfig, w: Weights, path: str, x: Tensor) -> Tensor:
     k = torch.cat([kv[..., :nope], extra[:, None].expand(-1, heads, -1)], -1)
     scores = torch.einsum("qhc,khc->hqk", q, k) * q.shape[-1] ** -0.5
     future = torch.ones(len(x), len(x)).triu(1).bool()
-    attended = torch.einsum("hqk,khv->qhv", scores.masked_fill(future, -torch.inf).softmax(-1), kv[..., nope:])
+    attended = torch.einsum(
+        "hqk,khv->qhv", scores.masked_fill(future, -torch.inf).softmax(-1), kv[..., nope:]
+    )
     return torch.sigmoid(x @ w[path + "g_proj.weight"].T) * attended.flatten(1) @ w[path + "o_proj.weight"].T
 
 

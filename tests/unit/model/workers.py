@@ -50,7 +50,10 @@ def compare_with_plain() -> dict[str, float]:
         biases = {name: buffer.double() for name, buffer in model.named_buffers()}
         theirs = plain.forward(config.model, weights, biases, tokens, 256)
     scale = theirs.std()
-    return {"error": ((ours - theirs).abs().max() / scale).item(), "spread": (theirs.std(1).mean() / scale).item()}
+    return {
+        "error": ((ours - theirs).abs().max() / scale).item(),
+        "spread": (theirs.std(1).mean() / scale).item(),
+    }
 
 
 def count_router() -> dict[str, Any]:
@@ -60,7 +63,7 @@ def count_router() -> dict[str, Any]:
     _, model = build()
     tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
     packing = Packing.from_tokens(tokens, 256)
-    name, router = model.routers()[0]
+    _, router = model.routers()[0]
 
     def counted(**options: Any) -> int:
         router.reset_counts()

@@ -18,7 +18,9 @@ def test_muon_updates_matrices_with_an_rms_of_a_fifth() -> None:
     assert all(0.12 < rms < 0.26 for rms in answer["rms"].values()), answer["rms"]
     assert {"embedding.weight", "head.weight"} <= set(answer["left"])
     vectors = ("norm.weight", "norm_weight", "query", "_conv", "A_log", "dt_bias")
-    assert all(name.endswith(vectors) or name in ("embedding.weight", "head.weight") for name in answer["left"])
+    assert all(
+        name.endswith(vectors) or name in ("embedding.weight", "head.weight") for name in answer["left"]
+    )
 
 
 @pytest.mark.parametrize(("steps", "warmup", "peak"), [(200, 0.01, 2), (100, 0.1, 10), (1, 0.01, 1)])
