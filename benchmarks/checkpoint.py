@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import report
+from benchmarks.common import report
 from k3train.config import Config, fixed_keys
 from k3train.quiet import quiet
 from launch.compose import compose, resolve_layout, world_size

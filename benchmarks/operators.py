@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from benchmarks import report
+from benchmarks.common import report
 from k3train.errors import UserError
 from k3train.ops import backends
 from k3train.ops.attention import causal_attention

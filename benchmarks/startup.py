@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import report
+from benchmarks.common import report
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS: dict[str, tuple[list[str], tuple[int, ...]]] = {

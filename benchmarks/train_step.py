@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import report
+from benchmarks.common import report
 from k3train import flops, shapes
 from k3train.config import Config
 from k3train.quiet import quiet
@@ -103,7 +103,7 @@ def measure(
     trainer = None
     release()
     if baseline:
-        from benchmarks.plain_megatron import PlainStep
+        from benchmarks.common.plain_megatron import PlainStep
 
         plain = PlainStep(config, groups)
         others = timed(lambda step: plain(batches()), steps, warmup)

@@ -184,8 +184,8 @@ class EvalConfig:
     every: int = 50
     """Steps between evaluations; 0 evaluates at the end only."""
     batches: int = 8
-    """Micro-batches of each evaluation, over all data-parallel ranks; a multiple of `parallel.data`, and with
-    `parallel.virtual` above 1 of that times `parallel.pipeline`."""
+    """Micro-batches of each evaluation over all data ranks; rounded up to a multiple of `parallel.data`,
+    or of `parallel.data` x `parallel.pipeline` with virtual stages."""
 
 
 @dataclass

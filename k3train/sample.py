@@ -29,10 +29,12 @@ def sample(
     Raises:
         UserError: no complete checkpoint, an empty prompt, or an option out of range.
     """
-    if tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
-        raise UserError(
-            f"tokens={tokens} temperature={temperature} top_p={top_p}: need >= 1, >= 0, in (0, 1]"
-        )
+    if tokens < 1:
+        raise UserError(f"tokens={tokens}: need at least 1")
+    if not temperature >= 0:
+        raise UserError(f"temperature={temperature}: need 0, which takes the likeliest token, or more")
+    if not 0 < top_p <= 1:
+        raise UserError(f"top_p={top_p}: need a share above 0 and up to 1")
     if not prompt:
         raise UserError('prompt="" is empty; give the text to continue')
     config = load_yaml(Path(run_dir) / "config.yaml")

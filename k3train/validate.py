@@ -89,7 +89,7 @@ def validate(config: Config, world_size: int, *, inputs: bool = True) -> None:
     Raises UserError for the first problem: key, value and what would be valid.
     """
     checks: list[Check] = [
-        _numbers_are_finite, _choices, _ranges, _features, _pipeline, _ranks, _experts, _evaluation,
+        _numbers_are_finite, _choices, _ranges, _features, _pipeline, _ranks, _experts,
         _model, _data, _cluster,
     ]  # fmt: skip
     if inputs:
@@ -203,16 +203,6 @@ def _experts(config: Config, world_size: int) -> None:
         _refuse(config, "parallel.expert", reason)
 
 
-def _evaluation(config: Config, world_size: int) -> None:
-    parallel, batches = config.parallel, config.eval.batches
-    interleaved = parallel.virtual > 1
-    unit = (parallel.data or 1) * (parallel.pipeline if interleaved else 1)
-    if batches % unit:
-        factors = "parallel.data x parallel.pipeline" if interleaved else "parallel.data"
-        reason = f"must be a multiple of {factors} = {unit}; use {math.ceil(batches / unit) * unit}"
-        _refuse(config, "eval.batches", reason)
-
-
 def _model(config: Config, world_size: int) -> None:
     model = config.model
     if model.num_experts and model.top_k >= model.num_experts:
@@ -220,6 +210,8 @@ def _model(config: Config, world_size: int) -> None:
             f"must be below model.num_experts={model.num_experts}: the router also reads the next best score"
         )
         _refuse(config, "model.top_k", reason)
+    if model.num_experts and not model.num_shared_experts:
+        _refuse(config, "model.num_shared_experts", "at least 1 in a model with routed experts")
     if model.num_experts and model.num_dense_layers > model.num_layers:
         _refuse(config, "model.num_dense_layers", f"at most model.num_layers={model.num_layers}")
     if model.num_experts and model.latent_size > model.hidden_size:

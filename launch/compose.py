@@ -68,6 +68,8 @@ def resolve_layout(
 ) -> Config:
     """A copy with every derived key filled in: data, zero, vocab_size, nodes and ranks_per_node.
 
+    `eval.batches` is rounded up to what the layout can share.
+
     Never refuses a layout (`validate` does); raises UserError when the tokenizer cannot be read.
     """
     resolved = copy.deepcopy(config)
@@ -77,6 +79,10 @@ def resolve_layout(
         parallel.data = max(1, ranks // max(1, parallel.pipeline * parallel.context))
     if parallel.zero is None:
         parallel.zero = 0 if resolved.optim.name == "muon" else 1
+    # Each data rank takes as many validation micro-batches, and an interleaved pipeline whole rounds of them.
+    unit = parallel.data * (parallel.pipeline if parallel.virtual > 1 else 1)
+    if unit > 0 and resolved.eval.batches > 0:
+        resolved.eval.batches = math.ceil(resolved.eval.batches / unit) * unit
     if model.vocab_size is None:
         model.vocab_size = _vocabulary(resolved.data.tokenizer, max(1, model.vocab_multiple))
     if "RANK" in environ and "LOCAL_WORLD_SIZE" in environ:

@@ -77,7 +77,7 @@ PACKAGES = (
     Package("tokenizers", "tokenizers", "tokenizer.json"),
     Package("tiktoken", "tiktoken", "tiktoken files"),
     Package("safetensors", "safetensors", "weights for others"),
-    Package("psutil", "psutil", "memory figures"),
+    Package("psutil", "psutil", "checkpoint writing by megatron-core"),
     Package("rich", "rich", "progress"),
     Package("tensorboard", "tensorboard", "curves"),
     Package("wandb", "wandb", "curves, with log=wandb"),

@@ -15,6 +15,8 @@ def main(arguments: Sequence[str]) -> int:
     for folder in arguments:
         if not Path(folder).is_dir():
             raise UserError(f"{folder}: no such run folder")
+        if not (Path(folder) / "config.yaml").is_file():
+            raise UserError(f"{folder}: not a run folder (it has no config.yaml)")
     from k3train.log.report import write_report
 
     for folder in arguments:

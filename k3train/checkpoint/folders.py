@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -87,3 +88,23 @@ def check_writable(folder: Path, need_bytes: int) -> None:
             f"{folder} has {free / 1e9:.1f} GB free and a checkpoint needs {need_bytes / 1e9:.1f} GB; "
             "free some space, set run.dir to another disk or lower checkpoint.keep"
         )
+
+
+def lock_folder(folder: Path) -> int | None:
+    """Keep other runs out of a folder until this process ends, however it ends; the lock's descriptor.
+
+    None on a file system without locks.
+
+    Raises:
+        UserError: another process holds the folder.
+    """
+    descriptor = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise UserError(f"{folder} is in use by a run that goes on; wait for it or set run.dir") from error
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

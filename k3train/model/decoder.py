@@ -113,9 +113,9 @@ class LanguageModelChunk(MegatronModule):
             with labels [b, s], the loss of each token [b, s] FP32 and, with MTP, its loss and mask [b, s].
         """
         state = self._input_state(tokens)
-        positions_first = None if valid is None else valid.transpose(0, 1)
+        valid_rows = None if valid is None else valid.transpose(0, 1)
         for layer in self.layers.values():
-            state = layer(state, packing, positions_first)
+            state = layer(state, packing, valid_rows)
         if not self.post_process:
             return state.pack(self.config.payload_rows)
         mixed = self.output_res(state.sources)
@@ -126,7 +126,7 @@ class LanguageModelChunk(MegatronModule):
         if not self.config.k3.mtp_layers:
             return (losses,)
         assert loss_mask is not None
-        features = self.mtp(mixed, state.bank[0], packing, positions_first)
+        features = self.mtp(mixed, state.bank[0], packing, valid_rows)
         targets, mask = mtp_targets(labels, loss_mask, packing.document_ids)
         return losses, _token_losses(self._logits(features), targets), mask
 

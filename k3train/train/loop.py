@@ -37,6 +37,11 @@ def train(config: Config) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"k3train: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("k3train: interrupted; nothing was saved since the last checkpoint", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(130)
     except Exception:
         # The other ranks may wait for this one in a collective: leave at once, and the agent ends them.
         traceback.print_exc()

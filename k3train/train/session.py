@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import torch.distributed as dist
 from parallel.groups import assert_same_everywhere, initialize
 
 from .. import flops, shapes
-from ..checkpoint.folders import check_writable
+from ..checkpoint.folders import check_writable, lock_folder
 from ..checkpoint.manager import CheckpointManager
 from ..config import Config, digest, fixed_keys
 from ..config_file import to_yaml
@@ -31,6 +34,9 @@ from .measure import step_metrics
 from .signals import StopRequest
 from .step import Batch, StepResult, evaluate, train_step
 
+MOST_SKIPS = 10
+"""Skipped steps in a row after which a run has nothing left to save."""
+
 
 class Session:
     """One process's part of a run. Every method is called on every rank, in the same order."""
@@ -42,6 +48,7 @@ class Session:
         self.run_dir = Path(config.run.dir)
         if os.environ.get("RANK", "0") == "0":
             check_writable(self.run_dir, _checkpoint_bytes(config))
+            self.lock = lock_folder(self.run_dir)
         set_numerics(config)
         self.groups = initialize(
             topology(config),
@@ -63,7 +70,7 @@ class Session:
         )
         self.step = 0
         self.saved_step: int | None = None
-        self.skipped = 0
+        self.skipped = self.skipped_in_a_row = 0
         self.last: dict[str, Any] = {}
 
     def run(self) -> None:
@@ -75,15 +82,16 @@ class Session:
                 "or choose another run.dir to start anew"
             )
             self.inputs.close()
+            self.stop.restore()
             return
         self._open_logs(resumed)
-        self.progress = Progress(
-            self.config.run.steps,
-            start=self.step,
-            writer=self.groups.is_first,
-            steps_shown=self.config.log.progress,
-        )
         try:
+            self.progress = Progress(
+                self.config.run.steps,
+                start=self.step,
+                writer=self.groups.is_first,
+                steps_shown=self.config.log.progress,
+            )
             with self.progress:
                 self._train(self.progress)
                 self._finish()
@@ -140,12 +148,17 @@ class Session:
                 batches = self.inputs.next_step()
             result = train_step(self.trainer, batches, self.step, self.trace.phase)
             seconds, clock = time.perf_counter() - clock, time.perf_counter()
+            self.skipped_in_a_row = 0 if result.updated else self.skipped_in_a_row + 1
             if not result.updated:
                 self._handle_nonfinite(batches)
             metrics = self._report(result, seconds)
             progress.update(self.step, loss=metrics["loss"], tokens_per_second=metrics["tokens_per_second"])
             stopping = self._stop_requested()
-            if stopping or self._due(self.config.checkpoint.every):
+            if stopping:
+                self._say(f"{self.stop.received or 'stopping'}: saving at step {self.step}")
+            # Weights behind a skipped step may be what broke it: they must not push out older checkpoints.
+            due = self._due(self.config.checkpoint.every) and not self.skipped_in_a_row
+            if stopping or due:
                 self._save()
             self.checkpoints.poll()
             if stopping:
@@ -155,7 +168,11 @@ class Session:
 
     def _handle_nonfinite(self, batches: list[Batch]) -> None:
         error = explain_nonfinite(self.trainer, batches, self.step)
-        if not self.config.optim.skip_nonfinite:
+        given_up = self.skipped_in_a_row > MOST_SKIPS
+        if given_up or not self.config.optim.skip_nonfinite:
+            self.tracker.event(self.step, "diverged", str(error))
+            if self.groups.is_first:
+                write_report(self.run_dir)
             raise error
         self.skipped += 1
         self.tracker.event(self.step, "skipped", str(error))
@@ -228,10 +245,11 @@ class Session:
         if bigram is not None:
             lines.append(f"bigram model {bigram:.4f}")
         self._say(", ".join(lines))
-        tool = "k3train" if os.environ.get("VIRTUAL_ENV") else ".venv/bin/k3train"
+        tool = "k3train" if shutil.which("k3train") else str(Path(sys.executable).with_name("k3train"))
+        folder = shlex.quote(str(self.run_dir))
         self._say(
             f"{self.run_dir} is complete: open {report}, or continue text with "
-            f'`{tool} sample {self.run_dir} prompt="def "`'
+            f'`{tool} sample {folder} prompt="def "`'
         )
 
 

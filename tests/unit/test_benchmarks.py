@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report
+from benchmarks.common import report
 from k3train import shapes
 from launch.compose import compose, resolve_layout
 

@@ -86,3 +86,14 @@ def test_check_writable_refuses_a_folder_of_others(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(UserError, match="Permission denied"):
         folders.check_writable(tmp_path, 1)
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
+    held = folders.lock_folder(tmp_path)
+    with pytest.raises(UserError, match="in use by a run that goes on"):
+        folders.lock_folder(tmp_path)
+    assert held is not None
+    os.close(held)
+    again = folders.lock_folder(tmp_path)
+    assert again is not None
+    os.close(again)

@@ -107,3 +107,17 @@ def test_a_group_file_with_a_key_of_another_version_is_refused(tmp_path) -> None
         UserError, match=r"log\.evry: Key 'evry' not in 'LogConfig'; did you mean log\.every\?"
     ):
         compose([f"hydra.searchpath=[file://{tmp_path}]", "log=extra"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "batches"),
+    [
+        (["recipe=tiny", "eval.batches=31"], 2, 32),
+        (["recipe=tiny", "parallel=single", "eval.batches=8"], 3, 9),
+        (["recipe=h200_small"], 16, 16),
+    ],
+)
+def test_evaluation_is_rounded_up_to_what_the_layout_shares(
+    overrides: list[str], ranks: int, batches: int
+) -> None:
+    assert resolve_layout(compose(overrides), ranks).eval.batches == batches
