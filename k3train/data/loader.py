@@ -79,22 +79,6 @@ class BatchLoader:
             self.consumed_samples += self.global_batch_size
         return batch
 
-    def chunk_iterators(self, num_chunks: int) -> list[Iterator[Batch]]:
-        """One iterator for each model chunk over the micro-batches of the current step, read only once.
-
-        The chunks may run ahead of each other. All must be used up before the next step's are asked for.
-        """
-        assert self._microbatch == 0, "the step before was not read to its end"
-        batches: list[Batch] = []
-
-        def follow() -> Iterator[Batch]:
-            for number in range(self.num_microbatches):
-                if number == len(batches):
-                    batches.append(next(self))
-                yield dict(batches[number])
-
-        return [follow() for _ in range(num_chunks)]
-
     def state_dict(self) -> dict[str, int]:
         """Where the next micro-batch stands."""
         return {"consumed_samples": self.consumed_samples, "microbatch": self._microbatch}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy
@@ -163,8 +162,3 @@ class LanguageModelChunk(MegatronModule):
 def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy of each token: logits [b, s, v], labels [b, s] to [b, s] FP32."""
     return vocab_parallel_cross_entropy(logits.contiguous(), labels)
-
-
-def device_of(chunk: nn.Module) -> torch.device:
-    """Where a chunk's parameters live."""
-    return next(chunk.parameters()).device

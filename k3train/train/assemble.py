@@ -62,7 +62,7 @@ def build_chunks(
     collection, parallel = groups.pg_collection, config.parallel
     wrapped = []
     for virtual in range(parallel.virtual):
-        layers = cuts[virtual * parallel.pipeline + collection.pp.rank()]
+        layers = cuts[groups.topology.stage_of(collection.pp.rank(), virtual)]
         chunk = LanguageModelChunk(
             settings, layers, collection, vp_stage=virtual if parallel.virtual > 1 else None
         )

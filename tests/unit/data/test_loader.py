@@ -87,19 +87,6 @@ def test_resume_with_another_global_batch_goes_on_behind_it() -> None:
     assert ids([next(loader(consumed_samples=6, num_microbatches=2))]) == [6, 7]
 
 
-def test_chunks_see_one_step_read_once() -> None:
-    dataset = Numbers()
-    entry = loader(dataset)
-    for step in range(2):
-        first, second, third = entry.chunk_iterators(3)
-        ahead = ids([next(first), next(first)])
-        behind = ids(list(second))
-        assert ahead + ids(list(first)) == behind == ids(list(third)) == list(range(8 * step, 8 * step + 8))
-    entry.close()
-    assert len(dataset.reads) == len(set(dataset.reads))
-    assert entry.consumed_samples == 16
-
-
 def test_a_reading_error_is_raised_again_and_again() -> None:
     entry = loader(Numbers(fail_at=5))
     assert ids(list(islice(entry, 2))) == [0, 1, 2, 3]
