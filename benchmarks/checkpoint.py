@@ -75,7 +75,7 @@ def measure(config: Config, folder: Path, saves: int) -> tuple[dict[str, Any], l
         seconds: defaultdict[str, list[float]] = defaultdict(list)
         for number in range(1, saves + 1):
             start = time.perf_counter()
-            manager.save(number, trainer.chunks, trainer.optimizer, {"step": number})
+            manager.save(number, trainer.modules, trainer.optimizer, {"step": number})
             seconds["blocked"].append(time.perf_counter() - start)
             if kind == "asynchronous":
                 seconds["step while writing"].append(step())
@@ -83,7 +83,7 @@ def measure(config: Config, folder: Path, saves: int) -> tuple[dict[str, Any], l
                 raise SystemExit(told[-1])
             seconds["until published"].append(time.perf_counter() - start)
         start = time.perf_counter()
-        if manager.load(trainer.chunks, trainer.optimizer) != {"step": saves}:
+        if manager.load(trainer.modules, trainer.optimizer) != {"step": saves}:
             raise SystemExit("the last checkpoint was not the one that was loaded")
         seconds["load"].append(time.perf_counter() - start)
         size = sum(path.stat().st_size for path in max(root.iterdir()).rglob("*") if path.is_file())

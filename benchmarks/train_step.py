@@ -100,6 +100,7 @@ def measure(
     rows[0]["configuration"] = dataclasses.asdict(config)
     if profile:
         show_profile(lambda: train_step(trainer, batches(), warmup + steps + 1))
+    dismantle(trainer.modules)
     trainer = None
     release()
     if baseline:
@@ -113,6 +114,7 @@ def measure(
         rows[1]["configuration"] = plain.description
         rows[0]["ratio"] = rows[0]["tokens/s"] / rows[1]["tokens/s"]
         rows[1]["ratio"] = 1.0
+        dismantle([plain.model])
         del plain
         release()
     inputs.close()
@@ -179,6 +181,12 @@ def synchronize() -> None:
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def dismantle(chunks: list[Any]) -> None:
+    """Break the circle of wrapper, gradient hooks and the last step's graph, which gc cannot see."""
+    for chunk in chunks:
+        vars(chunk).clear()
 
 
 def release() -> None:

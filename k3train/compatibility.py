@@ -59,6 +59,13 @@ FEATURES = (
     ),
     Feature("dense model", "model.num_experts", ("model.num_experts=0",), lambda c: c.model.num_experts == 0),
     Feature("MTP", "model.mtp_layers", ("model.mtp_layers=1",), lambda c: c.model.mtp_layers > 0),
+    Feature("vision", "vision.enabled", ("vision=tiny", "data.images=[digits]"), lambda c: c.vision.enabled),
+    Feature(
+        "vision recompute",
+        "vision.recompute",
+        ("vision=tiny", "data.images=[digits]", "vision.recompute=true"),
+        lambda c: c.vision.enabled and bool(c.vision.recompute),
+    ),
 )
 
 REFUSALS = (

@@ -12,6 +12,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from .vision_config import VisionConfig
+
 
 @dataclass
 class RunConfig:
@@ -124,6 +126,19 @@ class DataConfig:
     """Tokens in one packed sequence."""
     micro_batch_size: int = 1
     """Sequences in one micro-batch."""
+    images: list[str] = field(default_factory=list)
+    """Documents with images beside the text: digits (bundled), folders with an index.jsonl, or folders of tar
+    shards that `energon prepare` has seen."""
+    image_weights: list[float] | None = None
+    """Shares of `images` among themselves; their tokens when left out."""
+    image_share: float = 0.5
+    """Share of the samples that come from `images`."""
+    image_token: str | None = None
+    """Special token of the tokenizer in whose place an image's features go; a usual name when left out."""
+    max_patches: int = 16384
+    """Most image patches in one sample."""
+    max_image_side: int = 3584
+    """Pixels of the longer side to which larger images are reduced."""
     max_bytes: int | None = None
     """Use at most this many bytes of the bundled corpus."""
     cache_dir: str | None = None
@@ -184,8 +199,7 @@ class EvalConfig:
     every: int = 50
     """Steps between evaluations; 0 evaluates at the end only."""
     batches: int = 8
-    """Micro-batches of each evaluation over all data ranks; rounded up to a multiple of `parallel.data`,
-    or of `parallel.data` x `parallel.pipeline` with virtual stages."""
+    """Micro-batches of each evaluation over all data ranks; rounded up to a multiple of `parallel.data`."""
 
 
 @dataclass
@@ -262,6 +276,7 @@ class Config:
     recipe: str = "tiny"
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    vision: VisionConfig = field(default_factory=VisionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -272,7 +287,10 @@ class Config:
 
 
 # Keys that may change between a run and its continuation without changing what is computed.
-RESUME_FREE = ("run.dir", "run.name", "run.resume", "run.steps", "parallel.timeout_minutes", "data.cache_dir")
+RESUME_FREE = (
+    "run.dir", "run.name", "run.resume", "run.steps", "parallel.timeout_minutes", "data.cache_dir",
+    "vision.recompute",
+)  # fmt: skip
 RESUME_FREE_SECTIONS = ("log", "checkpoint", "cluster", "eval")
 
 

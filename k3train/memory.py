@@ -8,39 +8,132 @@ element of the model's dtype, t for the tokens of a micro-batch on one rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from parallel.pipeline.rows import RowPlan
 from parallel.pipeline.simulate import peak_held
+from parallel.pipeline.table import Table
+from parallel.pipeline.vision_fill import vision_peaks
 from parallel.topology import Topology
 
 from .config import Config, ModelConfig
 from .flops import KDA_CHUNK
-from .shapes import BYTES, Parameter, compact_parameters, layer_kinds, vocab_rows
+from .shapes import BYTES, Parameter, compact_parameters, layer_kinds, model_dtype, vocab_rows
+from .vision_shapes import Grid, activation_bytes, block_bytes_per_patch, patches, tokens
+from .vision_shapes import parameters as vision_parameters
+
+UNPLANNED = 0.1
+"""Share of a rank's memory that the tower leaves for what no ledger has: the process, its libraries, the
+allocator's unused blocks."""
+
+Parts = Sequence[Sequence[Sequence[Grid]]]
+"""Grids of the items in each part of each micro-batch."""
 
 
 def rank_memory(
-    config: Config, topology: Topology, cuts: list[range], payload_rows: int
+    config: Config,
+    topology: Topology,
+    cuts: list[range],
+    table: Table,
+    rows: RowPlan,
+    parts: Parts = (),
 ) -> list[dict[str, int]]:
-    """Bytes by kind for a rank of each pipeline stage; ranks of one stage hold equally much."""
-    owned: list[list[Parameter]] = [[] for _ in range(topology.pipeline)]
+    """Bytes by kind for a rank of each pipeline stage; ranks of one stage hold equally much.
+
+    Args:
+        parts: the images of the table's vision operations; () where it has none.
+    """
+    layout = table.layout
+    owned: list[list[Parameter]] = [[] for _ in range(layout.pipeline)]
     for entry in compact_parameters(config.model):
-        owned[stage_of(entry, cuts) % topology.pipeline].append(entry)
-    held = saved_bytes(config, cuts, payload_rows)
+        owned[layout.home(stage_of(entry, cuts))[0]].append(entry)
+    saved = saved_bytes(config, cuts, rows)
     ledgers = []
     for rank, entries in enumerate(owned):
-        bank, activations = peak_held(held, rank, topology.pipeline, config.run.microbatches)
-        stages = range(rank, len(cuts), topology.pipeline)
+        bank, activations = peak_held(table, rank, saved)
+        stages = [layout.stage(rank, chunk) for chunk in range(layout.virtual)]
         ledgers.append(
             {
                 **_states(config, topology, entries),
                 "activations": int(activations),
                 "attn_res_bank": int(bank),
-                "workspace": _workspace(config, topology, [cuts[stage] for stage in stages], payload_rows),
+                "workspace": _workspace(config, cuts, stages, rows),
                 "logits": _logits(config) if len(cuts) - 1 in stages else 0,
                 "balance_histograms": sum(e.kind == "router" for e in entries) * _counters(config.model),
             }
         )
+    if config.vision.enabled:
+        for ledger, vision in zip(ledgers, _vision(config, topology, table, parts), strict=True):
+            ledger.update(vision)
     return ledgers
+
+
+def _vision(config: Config, topology: Topology, table: Table, parts: Parts) -> list[dict[str, int]]:
+    """What the tower adds on a rank of each stage.
+
+    Every rank has all of its states. Activations are held from a part's forward to its backward, features on
+    the first stage from the forward that reads them to the end of its backward, and once more as a gradient.
+    """
+    states = vision_states(config, topology)
+    sizes = [[vision_kept(config, part) for part in row] for row in parts]
+    again = max((vision_again(config, part) for row in parts for part in row), default=0)
+    features = max((sum(features_bytes(config, part) for part in row) for row in parts), default=0)
+    first = table.layout.home(0)[0]
+    (read,) = peak_held(
+        table, first, [(features if stage == 0 else 0,) for stage in range(table.layout.stages)]
+    )
+    return [
+        {
+            "vision_states": states,
+            "vision_activations": int(peak) + (again if peak else 0),
+            "vision_features": int(read) + features if rank == first else 0,
+        }
+        for rank, peak in enumerate(vision_peaks(table, sizes))
+    ]
+
+
+def memory_for_plan(config: Config) -> int:
+    """Bytes of a rank that the placement of the vision tower may count on."""
+    return int(config.cluster.memory_gib * 2**30 * (1 - UNPLANNED))
+
+
+def vision_states(config: Config, topology: Topology) -> int:
+    """Parameters, gradients, master copies and moments of the tower and its projector on any rank."""
+    return sum(_states(config, topology, tower_parameters(config)).values())
+
+
+def tower_parameters(config: Config) -> list[Parameter]:
+    """Of the vision tower and the projector; none without `vision.enabled`."""
+    if not config.vision.enabled:
+        return []
+    return list(vision_parameters(config.vision, config.model.hidden_size, model_dtype(config.model)))
+
+
+def vision_bytes(config: Config, topology: Topology, grids: Sequence[Grid]) -> int:
+    """What the tower adds to a rank at the very most: it runs all micro-batches and holds all of them."""
+    once = vision_kept(config, grids) + features_bytes(config, grids)
+    transient = vision_again(config, grids) + features_bytes(config, grids)
+    return vision_states(config, topology) + config.run.microbatches * once + transient
+
+
+def features_bytes(config: Config, grids: Sequence[Grid]) -> int:
+    """Bytes of the embeddings that items become, and of their gradient."""
+    made = sum(tokens(config.vision, grid) for grid in grids)
+    return made * config.model.hidden_size * element_bytes(config.model)
+
+
+def vision_kept(config: Config, part: Sequence[Grid]) -> int:
+    """What a part leaves behind for its backward, without the one block that may be recomputed."""
+    out_size, element = config.model.hidden_size, element_bytes(config.model)
+    whole = sum(activation_bytes(config.vision, out_size, grid, element) for grid in part)
+    return whole - vision_again(config, part)
+
+
+def vision_again(config: Config, part: Sequence[Grid]) -> int:
+    """The block of the tower that a backward is recomputing."""
+    if not config.vision.recompute:
+        return 0
+    return sum(map(patches, part)) * block_bytes_per_patch(config.vision, element_bytes(config.model))
 
 
 def stage_of(entry: Parameter, cuts: list[range]) -> int:
@@ -92,10 +185,18 @@ def _moments(config: Config, entry: Parameter) -> int:
     return 1 if by_muon else 2
 
 
-def saved_bytes(config: Config, cuts: list[range], payload_rows: int) -> list[tuple[int, int]]:
-    """(AttnRes rows received, everything else) that each stage keeps for the backward of one micro-batch."""
-    model, tokens = config.model, tokens_per_microbatch(config)
-    row = tokens * model.hidden_size * element_bytes(model)
+def row_bytes(config: Config) -> int:
+    """Bytes of one AttnRes row of a micro-batch, and of any other tensor [s, b, hidden_size]."""
+    return tokens_per_microbatch(config) * config.model.hidden_size * element_bytes(config.model)
+
+
+def saved_bytes(config: Config, cuts: list[range], rows: RowPlan) -> list[tuple[int, int]]:
+    """(message received, everything else) that each stage keeps for the backward of one micro-batch.
+
+    The message has the AttnRes rows that are new to the stage's rank and the running sum; rows that the rank
+    has from earlier chunks stand in the ledger once.
+    """
+    model, tokens, row = config.model, tokens_per_microbatch(config), row_bytes(config)
     kinds = layer_kinds(model)
     saved = []
     for stage, layers in enumerate(cuts):
@@ -105,7 +206,7 @@ def saved_bytes(config: Config, cuts: list[range], payload_rows: int) -> list[tu
             kept = sum(tokens * layer_bytes(model, kinds[layer]) for layer in layers)
         if stage == len(cuts) - 1:
             kept += row * 2 + _mtp_saved(model, tokens, row)
-        saved.append((row * (payload_rows if stage else 1), kept))
+        saved.append((row * rows.width(stage), kept))
     return saved
 
 
@@ -153,14 +254,16 @@ def _moe_bytes(model: ModelConfig) -> int:
     return routed + shared + router + 3 * latent * element_bytes(model)
 
 
-def _workspace(config: Config, topology: Topology, chunks: list[range], payload_rows: int) -> int:
-    """Transient: the layer that is being recomputed, and the payload on its way out with two gradients."""
+def _workspace(config: Config, cuts: list[range], stages: list[int], rows: RowPlan) -> int:
+    """Transient: the layer that is being recomputed, and the widest message with two gradients."""
     model, tokens = config.model, tokens_per_microbatch(config)
     kinds = layer_kinds(model)
-    layers: Iterator[int] = (layer_bytes(model, kinds[layer]) for chunk in chunks for layer in chunk)
+    layers: Iterator[int] = (layer_bytes(model, kinds[layer]) for stage in stages for layer in cuts[stage])
     again = tokens * max(layers) if model.recompute == "layer" else 0
-    rows = 3 * payload_rows if topology.pipeline > 1 else 0
-    return again + rows * tokens * model.hidden_size * element_bytes(model)
+    if rows.layout.pipeline == 1:
+        return again
+    borders = [border for stage in stages for border in (stage, stage + 1) if 0 < border < len(cuts)]
+    return again + 3 * max(map(rows.width, borders)) * row_bytes(config)
 
 
 def _logits(config: Config) -> int:

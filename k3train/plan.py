@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -12,25 +13,35 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from parallel.pipeline.simulate import makespan
-from parallel.topology import Topology, split_layers
+from parallel.pipeline.check import check
+from parallel.pipeline.draw import duration
+from parallel.pipeline.rows import RowPlan
+from parallel.pipeline.vision_fill import CapError
+from parallel.topology import Topology
 
+from . import vision_shapes
 from .config import Config
-from .flops import (
-    BACKWARD_OVER_FORWARD,
-    forward_flops_per_token,
-    layer_flops,
-    output_flops,
-    train_flops_per_token,
+from .flops import forward_flops_per_token, train_flops_per_token
+from .image_load import bundled, default_load, load_assumptions
+from .memory import Parts, memory_for_plan, rank_memory, row_bytes, vision_bytes
+from .schedule import (
+    EFFICIENCY,
+    TERA,
+    Simulation,
+    VisionPlan,
+    attn_res_rows,
+    layer_cuts,
+    pipeline_table,
+    row_plan,
+    simulation,
+    stage_costs,
+    vision_table,
 )
-from .memory import rank_memory, tokens_per_microbatch
-from .shapes import active, count_by_kind, payload_rows, total
-from .traffic import exchange_seconds, hop_seconds, moe_layers, rank_traffic, ring_bandwidth
+from .shapes import active, count_by_kind, total
+from .traffic import rank_traffic, ring_bandwidth
 
-EFFICIENCY = 0.4
-"""Share of a rank's peak that computation is to reach; public MoE runs on H100 end at 0.16 to 0.40."""
-
-TERA = 1e12
+FULLY_CHECKED = 8192
+"""Operations up to which the plan also runs the table's messages under every transport, in half a second."""
 
 ASSUMPTIONS = (
     "experts are evenly loaded, and every sequence is one document",
@@ -43,50 +54,141 @@ ASSUMPTIONS = (
 )
 
 
-def plan(config: Config, world_size: int) -> dict[str, Any]:
+MOST_COLUMNS = 5
+"""Kinds of rank that the memory table shows side by side, the fullest ones."""
+
+
+def plan(config: Config, world_size: int, simulated: Simulation | None = None) -> dict[str, Any]:
     """Parameters, memory, traffic, bubble and step time of a resolved configuration, ready for JSON.
 
     `memory_bytes` has one entry for each rank, by kind; `traffic_bytes` is sent by the busiest rank in one
-    step; FLOPs are of one token. Raises LayoutError or UserError for what `validate` would refuse.
+    step; FLOPs are of one token, but for the tower's, which are of a step; lists under `pipeline` have one
+    entry for each pipeline rank or stage, and its times are in `pipeline.unit`.
+
+    Args:
+        simulated: the pipeline's timeline, where it is not the default one of the configuration.
+
+    Raises:
+        LayoutError, UserError: what `validate` would refuse.
+        TableError: the schedule is wrong, which no configuration should bring about.
     """
-    topology = _topology(config, world_size)
-    model, parallel, run = config.model, config.parallel, config.run
-    cuts = split_layers(model.num_layers, topology.num_chunks, parallel.layers_per_chunk)
-    rows = payload_rows(model, cuts)
-    memory = rank_memory(config, topology, cuts, rows)
-    traffic = rank_traffic(config, topology, cuts, rows)
+    topology = layout_of(config, world_size)
+    model, length = config.model, config.data.sequence_length
+    simulated = simulated or simulation(config, topology)
+    timed = _in_seconds(config, topology, simulated)
+    cuts, table, parts = layer_cuts(config, topology), timed.timeline.table, _parts(timed)
+    rows = row_plan(config, topology, cuts, vee=table.layout.vee)
+    check(table, rows=rows, transport=sum(map(len, table.ranks)) <= FULLY_CHECKED)
+    memory = rank_memory(config, topology, cuts, table, rows, parts)
+    traffic = rank_traffic(config, topology, cuts, table, rows, parts)
     stage_ranks = world_size // topology.pipeline
-    tokens = run.microbatches * config.data.micro_batch_size * config.data.sequence_length * topology.data
-    flops = train_flops_per_token(model, config.data.sequence_length)
-    seconds = _step_seconds(config, topology, cuts, rows, traffic)
+    tokens = config.run.microbatches * config.data.micro_batch_size * length * topology.data
+    flops = train_flops_per_token(model, length)
+    tower = _vision_flops(config, timed) * topology.data
+    seconds = _step_seconds(config, topology, timed, traffic)
     step = sum(seconds.values())
     return {
         "recipe": config.recipe,
         "world_size": world_size,
-        "layout": {**vars(topology), "zero": parallel.zero, "layers_per_chunk": [len(cut) for cut in cuts]},
-        "parameters": {"total": total(model), "active": active(model), "by_kind": count_by_kind(model)},
+        "layout": {
+            **vars(topology),
+            "zero": config.parallel.zero,
+            "layers_per_chunk": [len(cut) for cut in cuts],
+        },
+        "parameters": _sizes(config),
         "flops": {
             "per_token": flops,
-            "forward_by_site": forward_flops_per_token(model, config.data.sequence_length),
+            "forward_by_site": forward_flops_per_token(model, length),
+            "vision_per_step": tower,
         },
         "memory_bytes": [memory[rank // stage_ranks] for rank in range(world_size)],
         "memory_limit_bytes": int(config.cluster.memory_gib * 2**30),
         "traffic_bytes": {name: int(max(part[name] for part in traffic)) for name in traffic[0]},
-        "pipeline": {
-            "bubble_over_compute": _bubble(config, topology, cuts),
-            "bubble_of_equal_stages": (topology.pipeline - 1) / (topology.virtual * run.microbatches),
-            "payload_rows": rows,
-        },
+        "pipeline": _pipeline(simulated, rows),
+        "attn_res_rows": {**attn_res_rows(rows), "row_bytes": row_bytes(config)},
         "tokens_per_step": tokens,
         "step_seconds": step,
         "step_seconds_by_part": seconds,
         "tokens_per_second": tokens / step,
-        "mfu": flops * tokens / (step * world_size * config.cluster.peak_tflops * TERA),
-        "assumptions": list(ASSUMPTIONS),
+        "mfu": (flops * tokens + tower) / (step * world_size * config.cluster.peak_tflops * TERA),
+        "assumptions": [*ASSUMPTIONS, *_vision_assumptions(config, simulated, timed)],
     }
 
 
-def _topology(config: Config, world_size: int) -> Topology:
+def recomputes_vision(config: Config, world_size: int) -> bool:
+    """Whether the fullest rank has no room for the tower's activations without `vision.recompute`.
+
+    With the images of `image_load.default_load`. Places the tower only where a rank that held all of its
+    activations at once would have no room. Raises what `plan` does.
+    """
+    config = replace(config, vision=replace(config.vision, recompute=False))
+    topology, limit = layout_of(config, world_size), memory_for_plan(config)
+    cuts, grids = layer_cuts(config, topology), default_load(config).grids
+    rows, table = row_plan(config, topology, cuts), pipeline_table(config, topology)
+    language = replace(config, vision=replace(config.vision, enabled=False))
+    alone = _fullest(rank_memory(language, topology, cuts, table, rows))
+    if alone + vision_bytes(config, topology, grids) <= limit:
+        return False
+    every = [grids] * config.run.microbatches
+    costs = stage_costs(config, topology, cuts, rows)
+    try:
+        table, _, bundles = vision_table(config, table, costs, every, topology, strict=True)
+    except CapError:
+        return True
+    return _fullest(rank_memory(config, topology, cuts, table, rows, bundled(grids, bundles))) > limit
+
+
+def _fullest(memory: list[dict[str, int]]) -> int:
+    return max(sum(held.values()) for held in memory)
+
+
+def _in_seconds(config: Config, topology: Topology, simulated: Simulation) -> Simulation:
+    """The simulation, or where its chunks were taken as equal the same schedule with times, and the tower."""
+    if simulated.unit == "s":
+        return simulated
+    return simulation(config, topology, schedule=simulated.schedule)
+
+
+def _parts(simulated: Simulation) -> Parts:
+    vision = simulated.vision
+    return bundled(vision.load.grids, vision.bundles) if vision else ()
+
+
+def _sizes(config: Config) -> dict[str, Any]:
+    """Parameters; `total` and `active` are the language model's, as published."""
+    model, vision = config.model, config.vision
+    kinds = count_by_kind(model)
+    tower = vision_shapes.count_by_kind(vision, model.hidden_size) if vision.enabled else {}
+    if tower:
+        kinds |= {"vision_tower": tower["vision"], "projector": tower["projector"]}
+    return {
+        "total": total(model),
+        "active": active(model),
+        "vision": sum(tower.values()),
+        "by_kind": kinds,
+    }
+
+
+def _vision_flops(config: Config, simulated: Simulation) -> float:
+    """Of the tower's forwards and backwards in one step of one pipeline, without what is recomputed."""
+    if simulated.vision is None:
+        return 0.0
+    grids = simulated.vision.load.grids
+    once = vision_shapes.train_flops(config.vision, config.model.hidden_size, grids)
+    return config.run.microbatches * once
+
+
+def _vision_assumptions(config: Config, simulated: Simulation, timed: Simulation) -> list[str]:
+    if timed.vision is None:
+        return []
+    lines = load_assumptions(config, timed.vision.load, measured=timed.vision.measured)
+    if simulated.vision is None:
+        lines.append("the pipeline of equal chunks is the language model's alone; the step has the tower too")
+    return lines
+
+
+def layout_of(config: Config, world_size: int) -> Topology:
+    """The layout of a configuration on so many ranks. Raises LayoutError."""
     parallel = config.parallel
     return Topology(
         pipeline=parallel.pipeline,
@@ -97,107 +199,166 @@ def _topology(config: Config, world_size: int) -> Topology:
     )
 
 
-def _stage_flops(config: Config, cuts: list[range]) -> tuple[list[float], list[float]]:
-    """FLOPs of each stage's forward and of its backward, recomputation in it, for one token."""
-    model, length = config.model, config.data.sequence_length
-    layers = [sum(sum(layer_flops(model, layer, length).values()) for layer in cut) for cut in cuts]
-    output = output_flops(model, length)
-    forward = list(layers)
-    forward[-1] += sum(output.values())
-    repeated = list(layers)
-    if model.mtp_layers:
-        # Its fusion and its head are not recomputed.
-        repeated[-1] += output["mtp"] - output["head"] - 4 * model.hidden_size**2
-    again = model.recompute == "layer"
-    return forward, [
-        BACKWARD_OVER_FORWARD * ahead + again * repeat
-        for ahead, repeat in zip(forward, repeated, strict=True)
-    ]
+def _pipeline(simulated: Simulation, rows: RowPlan) -> dict[str, Any]:
+    """Idle time and activations held, by pipeline rank, and what travels, by stage."""
+    timeline, layout = simulated.timeline, rows.layout
+    ranks, stages = range(layout.pipeline), range(1, layout.stages)
+    idle = [float(timeline.idle(rank)) for rank in ranks]
+    span = float(timeline.makespan)
+    return {
+        "schedule": simulated.schedule,
+        "unit": simulated.unit,
+        "bubble_over_compute": float(timeline.bubble_over_compute),
+        "bubble_of_equal_stages": (layout.pipeline - 1) / (layout.virtual * layout.microbatches),
+        "makespan": span,
+        "idle_seconds": idle,
+        "idle_share": [part / span for part in idle],
+        "idle_within_own_span": [float(timeline.span_idle(rank)) for rank in ranks],
+        "peak_microbatches": [int(timeline.peak_held(rank, [1] * layout.stages)) for rank in ranks],
+        "payload_rows": max((rows.known(stage) + 1 for stage in stages), default=1),
+        "message_rows": [rows.width(stage) for stage in stages],
+        **(_vision(simulated.vision) if simulated.vision else {}),
+    }
 
 
-def _bubble(config: Config, topology: Topology, cuts: list[range]) -> float:
-    """Idle time of all ranks over their work, counted in FLOPs: (p - 1) / (v m) where stages are equal."""
-    forward, backward = _stage_flops(config, cuts)
-    span = makespan(forward, backward, topology.pipeline, config.run.microbatches)
-    work = config.run.microbatches * (sum(forward) + sum(backward))
-    return topology.pipeline * span / work - 1
+def _vision(vision: VisionPlan) -> dict[str, Any]:
+    return {
+        "mode": vision.mode,
+        "images": {"count": vision.load.count, "grid": list(vision.load.grid), "stated": vision.load.stated},
+        "images_at_most": vision.room,
+        "vision_seconds": vision.seconds,
+        "hidden_fraction": vision.hidden_fraction,
+        "makespan_by_mode": vision.makespans,
+    }
 
 
 def _step_seconds(
-    config: Config, topology: Topology, cuts: list[range], rows: int, traffic: list[dict[str, float]]
+    config: Config, topology: Topology, simulated: Simulation, traffic: list[dict[str, float]]
 ) -> dict[str, float]:
     """Seconds of one step: the pipeline with its expert exchanges, then what waits for its end."""
-    again = config.model.recompute == "layer"
-    token_seconds = tokens_per_microbatch(config) / (config.cluster.peak_tflops * TERA * EFFICIENCY)
-    exchange = [2 * moe_layers(config.model, cut) * exchange_seconds(config, topology) for cut in cuts]
-    forward, backward = _stage_flops(config, cuts)
-    span = makespan(
-        [token_seconds * work + travel for work, travel in zip(forward, exchange, strict=True)],
-        [
-            token_seconds * work + travel * (1 + again)
-            for work, travel in zip(backward, exchange, strict=True)
-        ],
-        topology.pipeline,
-        config.run.microbatches,
-        hop_seconds(config, topology, rows),
-    )
     ranks = topology.data * topology.context
     dense = ring_bandwidth(config, ranks, 1)
     expert = ring_bandwidth(config, topology.expert_data, topology.expert)
     slowest = min(dense, expert) if config.model.num_experts else dense
     names = ("gradient_reduce_scatter", "parameter_all_gather", "gradient_all_reduce")
+    stages = ring_bandwidth(config, topology.pipeline, ranks)
     return {
-        "pipeline": span,
+        "pipeline": float(simulated.timeline.makespan),
+        "vision_gradients": max(part.get("vision_gradient_all_reduce", 0) for part in traffic) / stages,
         "gradients": max(sum(part.get(name, 0) for name in names) for part in traffic) / slowest,
         "balance": max(part["balance_histograms"] for part in traffic) / dense,
     }
 
 
 def render(planned: dict[str, Any]) -> RenderableType:
-    """A plan for the terminal: the model, memory of each kind of rank, traffic and time."""
-    memory = _memory_table(planned)
+    """A plan for the terminal: the model, the pipeline, memory of each kind of rank, traffic and time."""
     notes = "\n".join(f"- {line}" for line in planned["assumptions"])
-    return Group(_summary(planned), memory, _traffic_table(planned), Text(notes, style="dim"))
+    summary = Table(title=f"Plan of {planned['recipe']}", show_header=False, title_justify="left")
+    for name, line in facts(planned).items():
+        summary.add_row(name, line)
+    parts: list[RenderableType] = [summary]
+    if planned["layout"]["pipeline"] > 1:
+        parts += [_pipeline_table(planned["pipeline"]), _rows_table(planned["attn_res_rows"])]
+    return Group(*parts, _memory_table(planned), _traffic_table(planned), Text(notes, style="dim"))
 
 
-def _summary(planned: dict[str, Any]) -> Table:
+def facts(planned: dict[str, Any]) -> dict[str, str]:
+    """The plan in a few lines, by name."""
     layout, pipeline = planned["layout"], planned["pipeline"]
     sizes = planned["parameters"]
     sides = ("pipeline", "virtual", "expert", "context", "data")
     axes = ", ".join(f"{name} {layout[name]}" for name in sides)
     spent = planned["step_seconds_by_part"].items()
-    parts = ", ".join(f"{name} {part:.3g} s" for name, part in spent if part)
-    lines = {
-        "parameters": f"{_count(sizes['total'])} total, {_count(sizes['active'])} active, without MTP",
+    parts = ", ".join(f"{name.replace('_', ' ')} {part:.3g} s" for name, part in spent if part)
+    tower = f"; {_count(sizes['vision'])} of vision tower and projector" if sizes["vision"] else ""
+    return {
+        "parameters": f"{_count(sizes['total'])} total, {_count(sizes['active'])} active, without MTP{tower}",
         "layout": f"{planned['world_size']} ranks: {axes}, ZeRO-{layout['zero']}",
         "step": f"{planned['step_seconds']:.3g} s ({parts}), {planned['tokens_per_step']:,} tokens",
         "speed": f"{planned['tokens_per_second']:,.0f} tokens/s, MFU {planned['mfu']:.1%}",
         "FLOPs": f"{_count(planned['flops']['per_token'])} for each token, forward and backward",
-        "bubble": f"{pipeline['bubble_over_compute']:.1%} of compute"
-        f" ({pipeline['bubble_of_equal_stages']:.1%} with equal stages)",
+        "bubble": f"{pipeline['bubble_over_compute']:.1%} of compute, {pipeline['schedule']}"
+        f" ((p - 1) / (v m) is {pipeline['bubble_of_equal_stages']:.1%})",
+        **(_vision_facts(pipeline) if "mode" in pipeline else {}),
     }
-    table = Table(title=f"Plan of {planned['recipe']}", show_header=False, title_justify="left")
-    for name, line in lines.items():
-        table.add_row(name, line)
+
+
+MODES = {
+    "bubbles": "in bubbles",
+    "inline": "on the first stage",
+    "phase": "in a phase of its own",
+    "none": "without images",
+}
+
+
+def _vision_facts(pipeline: dict[str, Any]) -> dict[str, str]:
+    """How much of the tower is hidden, and the pipeline's time under each way to place it."""
+    unit, images = pipeline["unit"], pipeline["images"]
+    spans = ", ".join(
+        f"{duration(span, unit)} {MODES[mode]}" for mode, span in pipeline["makespan_by_mode"].items()
+    )
+    _, rows, columns = images["grid"]
+    return {
+        "vision": f"{images['count']} x {rows}x{columns} patches a micro-batch: "
+        f"{duration(pipeline['vision_seconds'], unit)} of work, {pipeline['hidden_fraction']:.1%} hidden; "
+        f"the bubble has room for {pipeline['images_at_most']:.1f} of them",
+        "tower placed": spans,
+    }
+
+
+def _pipeline_table(pipeline: dict[str, Any]) -> Table:
+    """Idle time of each pipeline rank and what it holds; neighbours that agree share a row."""
+    span = duration(pipeline["makespan"], pipeline["unit"])
+    tower = f" with the vision tower {MODES[pipeline['mode']]}" if "mode" in pipeline else ""
+    table = Table(title=f"Pipeline, {pipeline['schedule']}{tower}, {span}", title_justify="left")
+    for name in ("pipeline ranks", "idle", "share", "chunk activations at most"):
+        table.add_column(name, justify="left" if name == "pipeline ranks" else "right")
+    lines = [
+        (duration(idle, pipeline["unit"]), f"{share:.1%}", str(held))
+        for idle, share, held in zip(
+            pipeline["idle_seconds"], pipeline["idle_share"], pipeline["peak_microbatches"], strict=True
+        )
+    ]
+    for line, members in groupby(enumerate(lines), key=lambda pair: pair[1]):
+        table.add_row(_span([rank for rank, _ in members]), *line)
+    return table
+
+
+def _rows_table(sent: dict[str, Any]) -> Table:
+    """Rows that cross ranks under each way to send them, on the real cuts and if each stage made a row."""
+    caption = "cached: what is new to a rank; published: and what it made itself; naive: all at every cut"
+    table = Table(title="AttnRes rows sent forward for a micro-batch", title_justify="left", caption=caption)
+    for name in ("way", "rows", "MB", "one row a stage", "MB"):
+        table.add_column(name, justify="left" if name == "way" else "right")
+    for way in sent["real_cuts"]:
+        counts = sent["real_cuts"][way], sent["row_a_stage"][way]
+        cells = [cell for rows in counts for cell in (f"{rows}", f"{rows * sent['row_bytes'] / 1e6:,.2f}")]
+        table.add_row(way, *cells)
     return table
 
 
 def _memory_table(planned: dict[str, Any]) -> Table:
-    """One row for neighbouring ranks that hold equally much; red where it exceeds the rank's memory."""
+    """One column for neighbouring ranks that hold equally much; red where it exceeds the rank's memory."""
     limit, ranks_held = planned["memory_limit_bytes"], planned["memory_bytes"]
     kinds = [kind for kind in ranks_held[0] if any(part[kind] for part in ranks_held)]
     small = max(sum(part.values()) for part in ranks_held) < 2**30
     unit, name = (2**20, "MiB") if small else (2**30, "GiB")
-    table = Table(title=f"{name} on a rank, of {limit / unit:,.1f}", title_justify="left")
-    table.add_column("ranks")
-    for kind in [*kinds, "sum"]:
-        table.add_column(kind.replace("_", " "), justify="right")
-    for held, members in groupby(enumerate(ranks_held), key=lambda pair: pair[1]):
-        ranks = [rank for rank, _ in members]
-        label = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
-        needed = sum(held.values())
-        cells = [f"{size / unit:.2f}" for size in [*(held[kind] for kind in kinds), needed]]
-        table.add_row(label, *cells, style="red" if needed > limit else None)
+    groups = [
+        (_span([rank for rank, _ in members]), held)
+        for held, members in groupby(enumerate(ranks_held), key=lambda pair: pair[1])
+    ]
+    fullest = sorted(groups, key=lambda group: -sum(group[1].values()))[:MOST_COLUMNS]
+    shown = [group for group in groups if group in fullest]
+    left_out = f", the {MOST_COLUMNS} fullest of {len(groups)} kinds" if len(shown) < len(groups) else ""
+    title = f"{name} on a rank, of {limit / unit:,.1f}{left_out}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("ranks", no_wrap=True)
+    for label, held in shown:
+        table.add_column(label, justify="right", style="red" if sum(held.values()) > limit else None)
+    for kind in kinds:
+        table.add_row(kind.replace("_", " "), *(f"{held[kind] / unit:.2f}" for _, held in shown))
+    table.add_section()
+    table.add_row("sum", *(f"{sum(held.values()) / unit:.2f}" for _, held in shown))
     return table
 
 
@@ -209,6 +370,10 @@ def _traffic_table(planned: dict[str, Any]) -> Table:
         if size:
             table.add_row(name.replace("_", " "), f"{size / 1e6:,.2f}")
     return table
+
+
+def _span(ranks: list[int]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
 def _count(value: float) -> str:

@@ -66,9 +66,9 @@ def block_starts(model: ModelConfig, layer: int) -> int:
     return math.ceil(layer / model.attn_res_block_size)
 
 
-def payload_rows(model: ModelConfig, cuts: list[range]) -> int:
-    """Rows of hidden_size in a message between stages: the widest bank at any cut, and the running sum."""
-    return max((block_starts(model, cut.start) + 1 for cut in cuts if cut.start), default=1)
+def model_dtype(model: ModelConfig) -> str:
+    """fp32 or bf16: dtype of most parameters."""
+    return {"float32": "fp32", "bfloat16": "bf16"}[model.dtype]
 
 
 def vocab_rows(model: ModelConfig, tokenizer_vocab: int | None = None) -> int:
@@ -147,7 +147,7 @@ class _Shapes:
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
-        self.dtype = {"float32": "fp32", "bfloat16": "bf16"}[model.dtype]
+        self.dtype = model_dtype(model)
 
     def weight(self, name: str, kind: str, *shape: int, layer: int | None = None) -> Parameter:
         return Parameter(name, shape, self.dtype, kind, layer)

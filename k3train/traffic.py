@@ -6,19 +6,25 @@ from each, an all-reduce twice that. Experts are evenly loaded. Evaluation and c
 
 from __future__ import annotations
 
+from parallel.pipeline.rows import RowPlan
+from parallel.pipeline.table import Table
 from parallel.topology import Topology
 
 from .config import Config, ModelConfig
-from .memory import element_bytes, local_numel, replicas, stage_of, tokens_per_microbatch
+from .memory import (
+    Parts,
+    element_bytes,
+    features_bytes,
+    local_numel,
+    replicas,
+    row_bytes,
+    stage_of,
+    tokens_per_microbatch,
+    tower_parameters,
+)
 from .shapes import BYTES, Parameter, compact_parameters, layer_kinds
 
 GIGA = 1e9
-
-
-def payload_bytes(config: Config, payload_rows: int) -> int:
-    """One message between neighbouring stages: AttnRes rows and the running sum of a micro-batch."""
-    model = config.model
-    return tokens_per_microbatch(config) * payload_rows * model.hidden_size * element_bytes(model)
 
 
 def exchange_bytes(config: Config, topology: Topology) -> float:
@@ -36,33 +42,62 @@ def moe_layers(model: ModelConfig, layers: range) -> int:
 
 
 def rank_traffic(
-    config: Config, topology: Topology, cuts: list[range], payload_rows: int
+    config: Config, topology: Topology, cuts: list[range], table: Table, rows: RowPlan, parts: Parts = ()
 ) -> list[dict[str, float]]:
-    """Bytes sent by name for a rank of each pipeline stage."""
-    owned: list[list[Parameter]] = [[] for _ in range(topology.pipeline)]
+    """Bytes sent by name for a rank of each pipeline stage.
+
+    Args:
+        parts: the images of the table's vision operations; () where it has none.
+    """
+    layout, tower = rows.layout, tower_parameters(config)
+    owned: list[list[Parameter]] = [[] for _ in range(layout.pipeline)]
     for entry in compact_parameters(config.model):
-        owned[stage_of(entry, cuts) % topology.pipeline].append(entry)
+        owned[layout.home(stage_of(entry, cuts))[0]].append(entry)
     traffic = []
     for rank, entries in enumerate(owned):
-        stages = range(rank, len(cuts), topology.pipeline)
+        stages = [layout.stage(rank, chunk) for chunk in range(layout.virtual)]
         traffic.append(
             {
-                **_pipeline(config, topology, stages, payload_bytes(config, payload_rows)),
+                **_pipeline(config, stages, rows),
                 **_experts(config, topology, [cuts[stage] for stage in stages]),
-                **_gradients(config, topology, entries),
+                **_gradients(config, topology, [*entries, *tower]),
+                **(_vision(config, table, rank, tower, parts) if tower else {}),
                 "balance_histograms": _histograms(config, topology, entries),
             }
         )
     return traffic
 
 
-def _pipeline(config: Config, topology: Topology, stages: range, message: int) -> dict[str, float]:
-    if topology.pipeline == 1:
-        return {"pipeline_forward": 0, "pipeline_backward": 0}
-    sent = config.run.microbatches * message
+def _pipeline(config: Config, stages: list[int], rows: RowPlan) -> dict[str, float]:
+    """AttnRes rows new to the next stage's rank and the running sum; their gradients the other way."""
+    layout = rows.layout
+    crossed = [
+        stage for stage in range(1, layout.stages) if layout.home(stage)[0] != layout.home(stage - 1)[0]
+    ]
+    row = config.run.microbatches * row_bytes(config)
     return {
-        "pipeline_forward": sent * (len(stages) - (topology.num_chunks - 1 in stages)),
-        "pipeline_backward": sent * (len(stages) - (0 in stages)),
+        "pipeline_forward": row * sum(rows.width(stage) for stage in crossed if stage - 1 in stages),
+        "pipeline_backward": row * sum(rows.width(stage) for stage in crossed if stage in stages),
+    }
+
+
+def _vision(
+    config: Config, table: Table, rank: int, tower: list[Parameter], parts: Parts
+) -> dict[str, float]:
+    """Features to the first stage, their gradients back, and the tower's gradients summed over the stages.
+
+    That sum is FP32, and the sum over data ranks follows it.
+    """
+    first, ranks = table.layout.home(0)[0], table.layout.pipeline
+    sent = [0] * ranks
+    for microbatch, row in enumerate(parts):
+        for part, grids in enumerate(row):
+            sent[table.tower_rank[microbatch, part]] += features_bytes(config, grids)
+    sent[first] = 0
+    return {
+        "vision_embeddings": sent[rank],
+        "vision_embedding_gradients": sum(sent) if rank == first else 0,
+        "vision_gradient_all_reduce": 2 * (ranks - 1) / ranks * 4 * sum(entry.numel for entry in tower),
     }
 
 
@@ -115,11 +150,11 @@ def exchange_seconds(config: Config, topology: Topology) -> float:
     return max(inside, outside) / GIGA
 
 
-def hop_seconds(config: Config, topology: Topology, payload_rows: int) -> float:
-    """Time of one message between neighbouring stages."""
+def hop_seconds(config: Config, topology: Topology, width: int) -> float:
+    """Time of one message of `width` rows between neighbouring stages."""
     if topology.pipeline == 1:
         return 0.0
-    return payload_bytes(config, payload_rows) / ring_bandwidth(config, 2, topology.data * topology.context)
+    return width * row_bytes(config) / ring_bandwidth(config, 2, topology.data * topology.context)
 
 
 def _members_in_node(config: Config, size: int, stride: int) -> int:

@@ -27,6 +27,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "model.backends.attn_res": ("auto", "fla", "lean", "reference"),
     "model.backends.situ": ("auto", "triton", "lean", "reference"),
     "model.backends.attention": ("auto", "te", "flash", "sdpa", "reference"),
+    "vision.mode": ("bubbles", "inline", "phase"),
+    "vision.attention": ("auto", "varlen", "sdpa", "reference"),
     "model.backends.linear": ("auto", "local", "te"),
     "data.source": ("bundled", "indexed"),
     "optim.name": ("adamw", "muon"),
@@ -55,8 +57,19 @@ AT_LEAST: dict[str, float] = {
         ),
         0,
     ),
+    **dict.fromkeys(
+        (
+            "vision.depth", "vision.hidden_size", "vision.num_heads", "vision.ffn_size", "vision.patch_size",
+            "vision.channels", "vision.grid_size", "vision.max_frames", "vision.rope_max", "vision.merge",
+        ),
+        1,
+    ),
+    "vision.max_patches": 4,
+    "vision.head_dim": 4,
     **dict.fromkeys(("data.sequence_length", "model.balance_bins"), 2),
     **dict.fromkeys(("data.micro_batch_size", "data.max_bytes"), 1),
+    "data.max_patches": 16,
+    "data.max_image_side": 28,
     **dict.fromkeys(("parallel.pipeline", "parallel.virtual", "parallel.expert", "parallel.context"), 1),
     **dict.fromkeys(("parallel.data", "optim.muon_steps", "eval.batches", "log.every"), 1),
     **dict.fromkeys(("cluster.nodes", "cluster.ranks_per_node", "cluster.gpus_per_node"), 1),
@@ -67,12 +80,14 @@ ABOVE_ZERO = (
     "model.routed_scaling_factor", "model.situ_beta", "model.situ_linear_beta", "model.norm_eps",
     "model.mla_norm_eps", "model.init_std", "optim.eps", "parallel.timeout_minutes", "cluster.peak_tflops",
     "cluster.memory_gib", "cluster.link_gbps", "cluster.network_gbps",
+    "vision.rope_theta", "vision.norm_eps", "vision.projector_norm_eps",
 )  # fmt: skip
 
 # Key -> (low, high, whether high itself is allowed). Low always is.
 BETWEEN: dict[str, tuple[float, float, bool]] = {
     "model.balance_ema": (0.0, 1.0, False),
     "optim.min_lr_ratio": (0.0, 1.0, True),
+    "data.image_share": (0.0, 1.0, False),
     "optim.warmup_fraction": (0.0, 1.0, True),
     "optim.beta1": (0.0, 1.0, False),
     "optim.beta2": (0.0, 1.0, False),
@@ -90,7 +105,7 @@ def validate(config: Config, world_size: int, *, inputs: bool = True) -> None:
     """
     checks: list[Check] = [
         _numbers_are_finite, _choices, _ranges, _features, _pipeline, _ranks, _experts,
-        _model, _data, _cluster,
+        _model, _vision, _data, _cluster,
     ]  # fmt: skip
     if inputs:
         checks += [_tokenizer, _corpora, _run_folder, _same_run]
@@ -157,9 +172,6 @@ def _pipeline(config: Config, world_size: int) -> None:
     chunks = parallel.pipeline * parallel.virtual
     if parallel.virtual > 1 and parallel.pipeline == 1:
         _refuse(config, "parallel.virtual", "needs parallel.pipeline above 1; use 1")
-    if parallel.virtual > 1 and config.run.microbatches % parallel.pipeline:
-        reason = f"must be a multiple of parallel.pipeline={parallel.pipeline} with parallel.virtual above 1"
-        _refuse(config, "run.microbatches", reason)
     if chunks > layers:
         reason = (
             f"{parallel.pipeline} x {parallel.virtual} chunks need as many layers; model.num_layers={layers}"
@@ -220,6 +232,31 @@ def _model(config: Config, world_size: int) -> None:
         )
 
 
+def _vision(config: Config, world_size: int) -> None:
+    vision = config.vision
+    if vision.head_dim % 4:
+        _refuse(
+            config, "vision.head_dim", "must be a multiple of 4: the rotary embedding has two axes of pairs"
+        )
+    if vision.hidden_size % 2:
+        _refuse(config, "vision.hidden_size", "must be even: the position in time has sines and cosines")
+    if config.data.images and not vision.enabled:
+        _refuse(
+            config,
+            "data.images",
+            "needs a vision tower: add vision=tiny or vision=moonvit_v2, or data.images=[]",
+        )
+    if not vision.enabled:
+        return
+    if not config.data.images:
+        _refuse(
+            config, "vision.enabled", "nothing would reach the tower; name data.images, or use vision=none"
+        )
+    for key, needed in (("patch_size", 14), ("merge", 2), ("channels", 3)):
+        if getattr(vision, key) != needed:
+            _refuse(config, f"vision.{key}", f"images are cut for {needed}")
+
+
 def _data(config: Config, world_size: int) -> None:
     data = config.data
     if data.source == "bundled":
@@ -230,11 +267,18 @@ def _data(config: Config, world_size: int) -> None:
                 )
     elif data.max_bytes is not None:
         _refuse(config, "data.max_bytes", "cuts the bundled corpus only; leave it out with data=indexed")
-    weights = data.train_weights
-    if weights is not None and len(weights) != len(data.train):
-        _refuse(config, "data.train_weights", f"has {len(weights)} weights for {len(data.train)} prefixes")
+    if data.images and not data.image_share:
+        _refuse(config, "data.image_share", "no sample would have an image; leave data.images out instead")
+    _weights(config, "train_weights", "train")
+    _weights(config, "image_weights", "images")
+
+
+def _weights(config: Config, key: str, names: str) -> None:
+    weights, named = getattr(config.data, key), getattr(config.data, names)
+    if weights is not None and len(weights) != len(named):
+        _refuse(config, f"data.{key}", f"has {len(weights)} weights for {len(named)} entries of data.{names}")
     if weights is not None and not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        _refuse(config, "data.train_weights", "every weight must be a finite number above 0")
+        _refuse(config, f"data.{key}", "every weight must be a finite number above 0")
 
 
 def _cluster(config: Config, world_size: int) -> None:

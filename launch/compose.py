@@ -39,7 +39,8 @@ def compose(overrides: Sequence[str] = ()) -> Config:
         tree.recipe = recipe
         config = OmegaConf.to_object(tree)
     assert isinstance(config, Config)
-    return _follow_pipeline(config, {override.key_or_group for override in parse(overrides)})
+    given = {override.key_or_group for override in parse(overrides)}
+    return _follow_vision(_follow_pipeline(config, given), given)
 
 
 def ready(overrides: Sequence[str], *, inputs: bool = True) -> Config:
@@ -48,6 +49,10 @@ def ready(overrides: Sequence[str], *, inputs: bool = True) -> Config:
     ranks = world_size(composed)
     config = resolve_layout(composed, ranks)
     validate(config, ranks, inputs=inputs)
+    if config.vision.enabled and config.vision.recompute is None:
+        from k3train.plan import recomputes_vision
+
+        config.vision.recompute = recomputes_vision(config, ranks)
     return config
 
 
@@ -79,10 +84,9 @@ def resolve_layout(
         parallel.data = max(1, ranks // max(1, parallel.pipeline * parallel.context))
     if parallel.zero is None:
         parallel.zero = 0 if resolved.optim.name == "muon" else 1
-    # Each data rank takes as many validation micro-batches, and an interleaved pipeline whole rounds of them.
-    unit = parallel.data * (parallel.pipeline if parallel.virtual > 1 else 1)
-    if unit > 0 and resolved.eval.batches > 0:
-        resolved.eval.batches = math.ceil(resolved.eval.batches / unit) * unit
+    # Each data rank takes as many validation micro-batches.
+    if parallel.data > 0 and resolved.eval.batches > 0:
+        resolved.eval.batches = math.ceil(resolved.eval.batches / parallel.data) * parallel.data
     if model.vocab_size is None:
         model.vocab_size = _vocabulary(resolved.data.tokenizer, max(1, model.vocab_multiple))
     if "RANK" in environ and "LOCAL_WORLD_SIZE" in environ:
@@ -111,4 +115,11 @@ def _follow_pipeline(config: Config, given: set[str]) -> Config:
             config.parallel.virtual = 1
         if "parallel.layers_per_chunk" not in given:
             config.parallel.layers_per_chunk = None
+    return config
+
+
+def _follow_vision(config: Config, given: set[str]) -> Config:
+    """Without a tower a recipe's own images fall away, unless they were asked for."""
+    if not config.vision.enabled and given & {"vision", "vision.enabled"} and "data.images" not in given:
+        config.data.images = []
     return config

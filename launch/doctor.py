@@ -74,6 +74,8 @@ PACKAGES = (
     Package("numpy", "numpy", "data"),
     Package("pyarrow", "pyarrow", ".parquet input"),
     Package("zstandard", "zstandard", ".zst input"),
+    Package("pillow", "PIL", "images, drawings of a plan"),
+    Package("scikit-learn", "sklearn", "the bundled digits"),
     Package("tokenizers", "tokenizers", "tokenizer.json"),
     Package("tiktoken", "tiktoken", "tiktoken files"),
     Package("safetensors", "safetensors", "weights for others"),
@@ -81,6 +83,7 @@ PACKAGES = (
     Package("rich", "rich", "progress"),
     Package("tensorboard", "tensorboard", "curves"),
     Package("wandb", "wandb", "curves, with log=wandb"),
+    Package("megatron-energon", "megatron.energon", "tar shards of images", required=False),
     Package("triton", "triton", "GPU kernels", required=False, needs_gpu=True),
     Package(
         "transformer-engine", "transformer_engine", "GPU linears and attention", required=False,

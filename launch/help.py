@@ -20,7 +20,13 @@ VERBS = {
 USAGE = {
     "train": "k3train train [-m] [OVERRIDE...]\n\n"
     "  -m, --multirun   one run after another over lists and ranges: optim.lr=1e-3,2e-3 run.seed=range(0,3)",
-    "plan": "k3train plan [--json] [OVERRIDE...]\n\n  --json   one JSON object on standard output",
+    "plan": "k3train plan [--json] [out=FOLDER] [costs=flops|uniform] [costs.from=RUN] [schedule=NAME] "
+    "[images=COUNTxROWSxCOLUMNS] [OVERRIDE...]\n\n  --json           one JSON object on standard output\n"
+    "  out=FOLDER       write the pipeline's timeline there: timeline.svg, .png, .html and .trace.json\n"
+    "  costs=uniform    each chunk's forward takes 1 and its backward 2, instead of what their FLOPs take\n"
+    "  costs.from=RUN   what operations took in a run, from its timeline.json\n"
+    "  schedule=NAME    look at another order: gpipe, 1f1b, interleaved, zb1p, zbh2, zbv\n"
+    "  images=4x64x48   the images of every micro-batch: here four of 64 x 48 patches",
     "doctor": "k3train doctor",
     "sample": 'k3train sample RUN prompt="def " [tokens=200] [temperature=0.8] [top_p=0.95] [seed=0]',
     "report": "k3train report RUN...",

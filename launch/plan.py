@@ -3,22 +3,167 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-from k3train.plan import plan, render
+from k3train.config import Config
+from k3train.errors import UserError
+from k3train.image_load import FORM, stated_load
+from k3train.log.timeline import Recording, median_costs, read, vision_seconds
+from k3train.plan import facts, layout_of, plan, render
+from k3train.schedule import Simulation, simulation
+from parallel.pipeline import draw
+from parallel.pipeline.vision_fill import INNER_PARTS, Progress
 
 from .compose import ready, world_size
+from .overrides import closest
+from .schema import keys
+
+OPTIONS = {
+    "out": "a folder",
+    "costs": "flops or uniform",
+    "costs.from": "a run folder",
+    "schedule": "a name",
+    "images": FORM,
+}
+"""Arguments of the plan alone, beside the configuration's keys, and what they take."""
+
+LONG, LONG_FILL = 150_000, 60_000
+"""Operations, and operations times parts of images, from which on the wait is explained."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the plan; with --json as one JSON object."""
-    overrides = [argument for argument in arguments if argument != "--json"]
+    """Print the plan, with --json as one JSON object; with out= also write the timeline's pictures."""
+    options, overrides = _split([argument for argument in arguments if argument != "--json"])
     config = ready(overrides, inputs=False)
-    result = plan(config, world_size(config))
+    recording = _recording(config, options["costs.from"]) if "costs.from" in options else None
+    with _patience(config) as progress:
+        simulated = _simulation(config, options, recording, progress)
+        result = plan(config, world_size(config), simulated)
+        written = _pictures(Path(options["out"]), simulated, result, recording) if "out" in options else []
     if "--json" in arguments:
         print(json.dumps(result))
-    else:
-        from rich.console import Console
+        return 0
+    from rich.console import Console
 
-        Console().print(render(result))
+    console = Console()
+    console.print(render(result))
+    hint = "add out=FOLDER to have the timeline as SVG, PNG, HTML and Chrome trace"
+    lines = [str(path) for path in written] or [hint]
+    console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
     return 0
+
+
+def _pictures(
+    folder: Path, simulated: Simulation, result: dict[str, Any], recording: Recording | None
+) -> list[Path]:
+    """Write the timeline's pictures; their paths. Raises UserError where the folder cannot be written."""
+    timeline, unit = simulated.timeline, simulated.unit
+    both = {"planned": timeline}
+    if recording is not None:
+        both["measured"] = recording.median_timeline()
+    contents = {
+        "timeline.svg": draw.svg(timeline, unit=unit).encode(),
+        "timeline.png": draw.png(timeline, unit=unit),
+        "timeline.html": draw.html(both, list(facts(result).items()), unit=unit).encode(),
+        "timeline.trace.json": json.dumps(draw.chrome_trace(timeline, unit=unit)).encode(),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            (folder / name).write_bytes(content)
+    except OSError as error:
+        raise UserError(f"out={folder}: cannot be written ({error.strerror}); name another folder") from error
+    return [folder / name for name in contents]
+
+
+def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The plan's own arguments, and the overrides of the configuration."""
+    options: dict[str, str] = {}
+    overrides = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key not in OPTIONS:
+            if "=" in argument and key not in keys() and (near := closest(key, list(OPTIONS))):
+                raise UserError(f"{argument}: no such key{near}")
+            overrides.append(argument)
+        elif not value:
+            raise UserError(f"{argument}: has no value; {key}= takes {OPTIONS[key]}")
+        else:
+            options[key] = value
+    return options, overrides
+
+
+def _simulation(
+    config: Config, options: dict[str, str], recording: Recording | None, progress: Progress | None
+) -> Simulation:
+    costs = options.get("costs", "flops")
+    if costs not in ("flops", "uniform"):
+        raise UserError(f"costs={costs}: no such costs; valid are flops, uniform, or costs.from=RUN")
+    if "costs" in options and recording is not None:
+        raise UserError(f"costs={costs}: stands beside costs.from={options['costs.from']}; leave one out")
+    if "images" in options and (costs == "uniform" or recording is not None):
+        other = "costs=uniform" if recording is None else f"costs.from={options['costs.from']}"
+        reason = "has no images" if recording is None else "has the images of its run"
+        raise UserError(f"images={options['images']}: {other} {reason}; leave one out")
+    return simulation(
+        config,
+        layout_of(config, world_size(config)),
+        schedule=options.get("schedule"),
+        equal_chunks=costs == "uniform",
+        measured=None if recording is None else median_costs(recording),
+        measured_vision=_measured_vision(config, options, recording),
+        load=stated_load(config, options["images"]) if "images" in options else None,
+        progress=progress,
+    )
+
+
+def _measured_vision(
+    config: Config, options: dict[str, str], recording: Recording | None
+) -> tuple[float, float] | None:
+    """The tower's seconds in the run. Raises UserError where the plan has images and the run had none."""
+    if recording is None or not config.vision.enabled:
+        return None
+    found = vision_seconds(recording)
+    if found is None:
+        raise UserError(
+            f"costs.from={options['costs.from']}: no images went through its recorded steps; name another "
+            "run, or plan with vision=none data.images=[]"
+        )
+    return found
+
+
+def _recording(config: Config, folder: str) -> Recording:
+    """What a run with the same stages has recorded. Raises UserError where there is nothing, or others."""
+    recording = read(Path(folder))
+    layout, parallel = recording.layout, config.parallel
+    recorded = layout.pipeline, layout.virtual
+    if recorded != (parallel.pipeline, parallel.virtual):
+        raise UserError(
+            f"costs.from={folder}: parallel.pipeline={recorded[0]} parallel.virtual={recorded[1]} were "
+            f"recorded, not {parallel.pipeline} and {parallel.virtual}; plan that layout or name another run"
+        )
+    return recording
+
+
+@contextmanager
+def _patience(config: Config) -> Iterator[Progress | None]:
+    """A line on the terminal while a long schedule is worked out; what the fill of bubbles reports to."""
+    count = 2 * config.parallel.pipeline * config.parallel.virtual * config.run.microbatches
+    fill = config.vision.enabled and config.vision.mode == "bubbles"
+    if count < LONG and not (fill and count * config.run.microbatches * INNER_PARTS >= LONG_FILL):
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    text = "filling the bubbles" if fill else f"simulating {count:,} operations"
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(text, total=None)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield progress

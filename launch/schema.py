@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from k3train import config as config_module
+from k3train import vision_config
 from k3train.config import Config
 
 
@@ -77,7 +78,8 @@ def _default(entry: dataclasses.Field[Any]) -> Any:
 def _meanings() -> dict[tuple[str, str], str]:
     """(class, field) -> the string literal that follows the field in the source."""
     found: dict[tuple[str, str], str] = {}
-    for cls in ast.parse(inspect.getsource(config_module)).body:
+    sources = (inspect.getsource(module) for module in (config_module, vision_config))
+    for cls in (node for source in sources for node in ast.parse(source).body):
         if not isinstance(cls, ast.ClassDef):
             continue
         for entry, after in zip(cls.body, cls.body[1:], strict=False):

@@ -20,6 +20,7 @@ from launch.compose import ready
 from launch.groups import groups
 from launch.help import VERBS
 from launch.multirun import plan_jobs
+from launch.plan import OPTIONS as PLAN_OPTIONS
 from launch.sample import OPTIONS
 from launch.schema import keys, sections
 from tests.dist.launch import free_port
@@ -212,7 +213,7 @@ def names_something(word: str) -> bool:
     if equals and re.fullmatch(r"[a-z_.]+", key):
         if key in groups():
             return value in groups()[key] or value.isupper()
-        return key in keys() or key in OPTIONS or is_free(key)
+        return key in keys() or key in OPTIONS or key in PLAN_OPTIONS or is_free(key)
     if re.fullmatch(r"[a-z]+(\.[a-z_0-9]+)+", word) and word.partition(".")[0] in sections():
         return word in keys() or word in sections()
     if word.partition("/")[0] in ROOMS and "/" in word and "<" not in word:

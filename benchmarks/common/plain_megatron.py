@@ -142,6 +142,12 @@ def plain_config(config: Config, cuda: bool) -> TransformerConfig:
         "apply_rope_fusion": False,
         "cuda_graph_modules": [],
     }
+    if model.recompute == "layer":
+        shared |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     if not cuda:
         return TransformerConfig(**shared)
     return MLATransformerConfig(

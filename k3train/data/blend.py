@@ -5,18 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Protocol
 
-from .packed import PackedWindows, Sample
+from .packed import Sample
 
 
-class Blend:
+class Windows(Protocol):
+    """Endless samples of one corpus, each a function of its index."""
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+class Blend[W: Windows]:
     """Sample `i` of a weighted mix, a pure function of `i`: any prefix holds each corpus in proportion.
 
     Corpus c's j-th sample is due at time (j + 1/2) / w_c. The mix is all samples in the order of their times
     (then of their corpora), so of n samples a corpus gives n * w_c, give or take about one for each corpus.
     """
 
-    def __init__(self, corpora: Sequence[PackedWindows], weights: Sequence[float]) -> None:
+    def __init__(self, corpora: Sequence[W], weights: Sequence[float]) -> None:
         assert len(corpora) == len(weights) > 0 and min(weights) > 0
         self.corpora = list(corpora)
         # Exact, so that no rounding decides which of two samples is earlier.

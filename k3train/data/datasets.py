@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..errors import UserError
-from .blend import Blend
+from .blend import Blend, Windows
 from .bundled import bundled_corpus
 from .indexed import IndexedCorpus, open_corpus
 from .packed import PackedWindows, Sample
@@ -32,7 +32,7 @@ class DataKeys(Protocol):
 class Samples:
     """The first `num_samples` of a blend; each depends on the corpora, the weights and the seed only."""
 
-    def __init__(self, blend: Blend, num_samples: int) -> None:
+    def __init__(self, blend: Windows, num_samples: int) -> None:
         self.blend = blend
         self.num_samples = num_samples
 
@@ -81,7 +81,7 @@ def build_datasets(
 
 def _blend(
     prefixes: list[str], weights: list[float] | None, tokenizer: Tokenizer, sequence_length: int, seed: int
-) -> Blend:
+) -> Blend[PackedWindows]:
     if weights is not None:
         _check_weights(prefixes, weights)
     corpora = [_open(prefix, tokenizer) for prefix in prefixes]

@@ -31,6 +31,8 @@ class Dataset(Protocol):
 class BatchLoader:
     """Endless micro-batches: tokens, labels [b, s] int64, loss_mask [b, s] float32, sample_ids [b] int64.
 
+    Of samples with images, also what `collate` says.
+
     A step takes the next micro_batch_size * num_microbatches * data_parallel_size samples. Rank r takes the
     r-th contiguous share of them, so the ranks' shares, joined, are the same list for every layout.
     """
@@ -113,12 +115,25 @@ class BatchLoader:
 
 
 def collate(samples: list[Sample]) -> Batch:
-    """Stack samples into one micro-batch."""
+    """Stack samples into one micro-batch.
+
+    Samples with images add patches [n, 3*14*14] float32 and grids [i, 3] int64 of all rows, and
+    image_positions int64 into the b*s tokens; with answers, also answer_positions.
+    """
     stacked = {
         key: torch.from_numpy(np.stack([sample[key] for sample in samples]))
         for key in ("tokens", "labels", "loss_mask")
     }
-    return stacked | {"sample_ids": torch.tensor([sample["sample_id"] for sample in samples])}
+    stacked["sample_ids"] = torch.tensor([sample["sample_id"] for sample in samples])
+    for key in ("patches", "grids"):
+        if key in samples[0]:
+            stacked[key] = torch.from_numpy(np.concatenate([sample[key] for sample in samples]))
+    s = samples[0]["tokens"].size
+    for key in ("image_positions", "answer_positions"):
+        if key in samples[0]:
+            moved = [row * s + sample[key] for row, sample in enumerate(samples)]
+            stacked[key] = torch.from_numpy(np.concatenate(moved))
+    return stacked
 
 
 def _sample_ids(first: int, microbatch: int, b: int, num_microbatches: int, stride: int) -> Iterator[range]:

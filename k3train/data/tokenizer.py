@@ -18,6 +18,8 @@ VALID = "byte, or the path of a Hugging Face tokenizer.json or of a tiktoken fil
 FOLDER_FILES = ("tokenizer.json", "tiktoken.model")
 END_NAMES = ("<|eod|>", "[EOS]", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOD]")
 PAD_NAMES = ("<|pad|>", "[PAD]", "<pad>")
+BYTE_IMAGE_NAME = "<image>"
+IMAGE_NAMES = ("<|media_pad|>", "<|image_pad|>", "<|image|>", "<image>", "[IMG]")
 
 # Words with their leading mark or space, Han runs apart, at most three digits, line ends kept together.
 LETTER = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
@@ -34,17 +36,21 @@ SPLIT_PATTERN = "|".join(
         r"\s+",
     )
 )
-# Slots of K3's vocabulary behind the ranks: 256 reserved ids, of which training needs these three.
+# Slots of K3's vocabulary behind the ranks: 256 reserved ids, of which training needs these four.
 RESERVED = 256
-RESERVED_SLOTS = {"[BOS]": 0, "[EOS]": 1, "[PAD]": 255}
+RESERVED_SLOTS = {"[BOS]": 0, "[EOS]": 1, "<|media_pad|>": 21, "[PAD]": 255}
 
 
 class Tokenizer(Protocol):
-    """Text to ids in [0, vocab_size) and back. `fingerprint` changes when any id would."""
+    """Text to ids in [0, vocab_size) and back. `fingerprint` changes when any id of a text would.
+
+    `image_id` stands where an image's features go. No text gives it; None where the vocabulary has none.
+    """
 
     vocab_size: int
     eod_id: int
     pad_id: int
+    image_id: int | None
     fingerprint: str
 
     def encode(self, text: str) -> list[int]:
@@ -61,10 +67,10 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8, then <|eod|>, <|bos|> and <|pad|>."""
+    """The 256 bytes of UTF-8, then <|eod|>, <image> and <|pad|>."""
 
     eod_id = 256
-    bos_id = 257
+    image_id = 257
     pad_id = 258
     vocab_size = 259
     fingerprint = "byte"
@@ -82,7 +88,7 @@ class ByteTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json`; a `tokenizer_config.json` beside it names its end and padding tokens."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, image_token: str | None = None) -> None:
         import tokenizers
 
         try:
@@ -95,6 +101,7 @@ class HuggingFaceTokenizer(Tokenizer):
         vocabulary = self.inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.eod_id, self.pad_id = _end_and_pad(vocabulary, path)
+        self.image_id = _image_id(vocabulary, self, image_token)
         self.fingerprint = _fingerprint("hf", path)
 
     def encode(self, text: str) -> list[int]:
@@ -108,10 +115,11 @@ class TiktokenTokenizer(Tokenizer):
     """Lines of `base64-token rank`, then special tokens.
 
     The special tokens are those of `tokenizer_config.json` beside the file; without one, 256 ids are
-    reserved behind the ranks as in K3's vocabulary: [BOS] first, [EOS] second, [PAD] last.
+    reserved behind the ranks as in K3's vocabulary: [BOS] first, [EOS] second, [PAD] last, the placeholder of
+    images between them.
     """
 
-    def __init__(self, path: Path, pattern: str = SPLIT_PATTERN) -> None:
+    def __init__(self, path: Path, image_token: str | None = None, pattern: str = SPLIT_PATTERN) -> None:
         import tiktoken
 
         ranks = _read_ranks(path)
@@ -128,6 +136,7 @@ class TiktokenTokenizer(Tokenizer):
         self.text_ids = frozenset(ranks.values())
         self.vocab_size = self.inner.max_token_value + 1
         self.eod_id, self.pad_id = _end_and_pad(special, path)
+        self.image_id = _image_id(special, self, image_token)
         self.fingerprint = _fingerprint("tiktoken", path)
 
     def encode(self, text: str) -> list[int]:
@@ -142,13 +151,16 @@ def byte_vocab_size() -> int:
     return ByteTokenizer.vocab_size
 
 
-def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names.
+def load_tokenizer(spec: str, image_token: str | None = None) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names, with `data.image_token` as the placeholder of images.
 
     Raises:
-        UserError: the file is missing, unreadable, of another kind, or has no end-of-document token.
+        UserError: the file is missing, unreadable, of another kind, or has no end-of-document token; the
+            vocabulary has no `image_token`, or plain text could give it.
     """
     if spec == "byte":
+        if image_token not in (None, BYTE_IMAGE_NAME):
+            raise UserError(f"data.image_token={image_token}; the byte tokenizer has {BYTE_IMAGE_NAME} only")
         return ByteTokenizer()
     path = Path(spec).expanduser()
     if path.is_dir():
@@ -159,9 +171,37 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if not path.is_file():
         raise UserError(f"data.tokenizer={spec} does not exist; valid: {VALID}")
     try:
-        return HuggingFaceTokenizer(path) if path.suffix == ".json" else TiktokenTokenizer(path)
+        kind = HuggingFaceTokenizer if path.suffix == ".json" else TiktokenTokenizer
+        return kind(path, image_token)
     except OSError as error:
         raise UserError(f"data.tokenizer={spec} cannot be read: {error.strerror}") from error
+
+
+def image_placeholder(tokenizer: Tokenizer) -> int:
+    """`image_id` of a tokenizer that is used with images.
+
+    Raises:
+        UserError: it has none.
+    """
+    if tokenizer.image_id is None:
+        raise UserError(
+            "data.tokenizer has no placeholder for images; name a special token of it as data.image_token "
+            f"(looked for {', '.join(IMAGE_NAMES)})"
+        )
+    return tokenizer.image_id
+
+
+def _image_id(vocabulary: dict[str, int], tokenizer: Tokenizer, name: str | None) -> int | None:
+    """Id of the placeholder `name`, or of the first usual one; never one that plain text can give."""
+    found = [token for token in ((name,) if name else IMAGE_NAMES) if token in vocabulary]
+    kept = [token for token in found if vocabulary[token] not in tokenizer.encode(token)]
+    if name and not found:
+        raise UserError(f"data.image_token={name} is no special token of data.tokenizer; name one that is")
+    if name and not kept:
+        raise UserError(
+            f"data.image_token={name} is part of plain text for data.tokenizer; mark it as special"
+        )
+    return vocabulary[kept[0]] if kept else None
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:

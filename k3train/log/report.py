@@ -16,7 +16,11 @@ from typing import Any
 
 import yaml
 
-from . import events, metrics
+from parallel.pipeline import draw
+from parallel.pipeline.simulate import DeadlockError
+
+from ..errors import UserError
+from . import events, metrics, timeline
 from .charts import heat_figure, heat_map, panel_figure
 from .curves import Series, collect, short
 from .metrics import replace_file
@@ -51,8 +55,8 @@ class RunData:
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Write the page from what the run directory holds now, and return its path.
 
-    Reads config.yaml, metrics.jsonl, events.jsonl, summary.json and checkpoints/; each may be missing, as in
-    a run that has just started. Raises OSError when the page cannot be written.
+    Reads config.yaml, metrics.jsonl, events.jsonl, summary.json, timeline.json and checkpoints/; each may be
+    missing, as in a run that has just started. Raises OSError when the page cannot be written.
     """
     run = load(Path(run_dir))
     target = run.folder / "report.html"
@@ -89,7 +93,15 @@ def page(run: RunData) -> str:
     style, script = (assets / "report.css").read_text(), (assets / "report.js").read_text()
     title = escape(str(run.key("run.name", run.folder.name)))
     body = "".join(
-        [header(run, title), tiles(run), charts(run), event_list(run), checkpoint_list(run), last_line(run)]
+        [
+            header(run, title),
+            tiles(run),
+            charts(run),
+            pipeline(run),
+            event_list(run),
+            checkpoint_list(run),
+            last_line(run),
+        ]
     )
     written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return (
@@ -285,6 +297,31 @@ def heat_figures(series: Mapping[str, Series]) -> list[str]:
     # A few extreme first steps would leave the rest of the map one colour.
     high = max(float(f"{values[int(0.98 * (len(values) - 1))]:.2g}"), 1.1)
     return [heat_figure(title, grid, 1.0, high) for title, grid in grids.items()]
+
+
+def pipeline(run: RunData) -> str:
+    """A recorded step beside the plan with the run's median costs: idle time by rank, and pictures."""
+    try:
+        found = timeline.compare(timeline.read(run.folder))
+    except (UserError, DeadlockError):  # none, or not whole: the rest is worth a page
+        return ""
+    both = {"Planned": found.planned, "Measured": found.measured}
+    pairs = enumerate(zip(found.planned_idle, found.measured_idle, strict=True))
+    rows = [
+        (rank, f"{planned:.1%}", f"{measured:.1%}", f"{100 * (measured - planned):+.1f}")
+        for rank, (planned, measured) in pairs
+    ]
+    head = ("Pipeline rank", "Planned idle", "Measured idle", "Points apart")
+    pictures = "".join(
+        f'<h3>{name}</h3><div class="timeline-wrap">{draw.svg(line, unit="s", inline=True)}</div>'
+        for name, line in both.items()
+    )
+    return (
+        f'<section><h2>Pipeline</h2>{table(head, rows)}<p class="status">The plan'
+        f" simulates the recorded order with the "
+        f"median time of each operation; measured is the median of all recorded steps, and the picture the "
+        f"step of median length.</p>{pictures}</section>"
+    )
 
 
 def event_list(run: RunData) -> str:

@@ -2,7 +2,7 @@
 
 Source: Kimi K3 report; Attention Residuals (arXiv:2603.15031). The state between layers is a bank of
 finished block sums (the first row is the token embedding) and the running sum of the current block.
-Shapes: s sequence, b batch, d hidden, R rows of the packed payload.
+Shapes: s sequence, b batch, d hidden.
 """
 
 from __future__ import annotations
@@ -27,19 +27,6 @@ class ResidualState:
     def sources(self) -> tuple[Tensor, ...]:
         """What the next AttnRes site reads: the bank, then the running sum."""
         return (*self.bank, self.running)
-
-    def pack(self, rows: int) -> Tensor:
-        """One tensor [s, b, R * d] for the next pipeline stage: the sources, then zeros."""
-        missing = rows - len(self.sources)
-        assert missing >= 0, f"{len(self.sources)} rows do not fit a payload of {rows}"
-        padding = [torch.zeros_like(self.running)] * missing
-        return torch.cat((*self.sources, *padding), dim=-1)
-
-    @staticmethod
-    def unpack(payload: Tensor, rows: int, hidden_size: int) -> ResidualState:
-        """The state whose first `rows` rows lie in a payload [s, b, R * d]."""
-        *bank, running = payload.split(hidden_size, dim=-1)[:rows]
-        return ResidualState(tuple(bank), running)
 
 
 class AttentionResidual(nn.Module):

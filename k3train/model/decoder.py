@@ -1,6 +1,6 @@
 """One pipeline chunk of the language model: embedding, decoder layers, output, as far as it holds them.
 
-Shapes: s sequence, b batch, d hidden, R payload rows, v vocabulary.
+Shapes: s sequence, b batch, d hidden, v vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ..ops.linear import local_modules
 from ..ops.packing import Packing
-from ..shapes import block_starts
 from .attn_res import AttentionResidual, ResidualState
 from .layer import DecoderLayer
 from .linear import column_linear, project
@@ -52,7 +51,7 @@ class LanguageModelChunk(MegatronModule):
         self.layer_range = layers
         self.pre_process, self.post_process = layers.start == 0, layers.stop == model.num_layers
         self.share_embeddings_and_output_weights = False
-        self.input_payload: Tensor | None = None
+        self.inputs: list[Tensor] | list[None] = [None]
 
         if self.pre_process:
             self.embedding = VocabParallelEmbedding(
@@ -93,9 +92,12 @@ class LanguageModelChunk(MegatronModule):
             if hasattr(self, name):
                 getattr(self, name).weight.is_embedding_or_output_parameter = True
 
-    def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
-        """Called by megatron-core's schedules with the payload [s, b, R * d] of the previous stage."""
-        self.input_payload = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+    def set_input_tensor(self, input_tensor: list[Tensor] | list[None]) -> None:
+        """Called by the schedule with the sources that the stage before gave, [s, b, d] each.
+
+        The first chunk gets [features of the images [n, d]], or [None].
+        """
+        self.inputs = input_tensor
 
     def forward(
         self,
@@ -104,19 +106,24 @@ class LanguageModelChunk(MegatronModule):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         valid: Tensor | None = None,
+        image_positions: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """Run the chunk on tokens [b, s].
 
+        Args:
+            image_positions: int64 [n], places in the flattened tokens that the images' features take.
+
         Returns:
-            the payload [s, b, R * d], or from the last chunk: logits [b, s, v] FP32 without labels;
-            with labels [b, s], the loss of each token [b, s] FP32 and, with MTP, its loss and mask [b, s].
+            the sources of the next chunk, bank rows and running sum [s, b, d] each, or from the last chunk:
+            logits [b, s, v] FP32 without labels; with labels [b, s], the loss of each token [b, s] FP32 and,
+            with MTP, its loss and mask [b, s].
         """
-        state = self._input_state(tokens)
+        state = self._input_state(tokens, image_positions)
         valid_rows = None if valid is None else valid.transpose(0, 1)
         for layer in self.layers.values():
             state = layer(state, packing, valid_rows)
         if not self.post_process:
-            return state.pack(self.config.payload_rows)
+            return state.sources
         mixed = self.output_res(state.sources)
         logits = self._logits(self.final_norm(mixed))
         if labels is None:
@@ -129,12 +136,18 @@ class LanguageModelChunk(MegatronModule):
         targets, mask = mtp_targets(labels, loss_mask, packing.document_ids)
         return losses, _token_losses(self._logits(features), targets), mask
 
-    def _input_state(self, tokens: Tensor) -> ResidualState:
-        if self.pre_process:
-            return ResidualState((), self.embedding(tokens).transpose(0, 1).contiguous())
-        assert self.input_payload is not None, "the pipeline sent no input"
-        rows = block_starts(self.config.k3, self.layer_range.start) + 1
-        return ResidualState.unpack(self.input_payload, rows, self.config.hidden_size)
+    def _input_state(self, tokens: Tensor, image_positions: Tensor | None) -> ResidualState:
+        if not self.pre_process:
+            *bank, running = self.inputs
+            assert running is not None, "the pipeline sent no input"
+            return ResidualState(tuple(row for row in bank if row is not None), running)
+        embedded = self.embedding(tokens)  # [b, s, d]
+        (features,) = self.inputs
+        if features is not None:
+            assert image_positions is not None
+            flat = embedded.flatten(0, 1).index_copy(0, image_positions, features.to(embedded.dtype))
+            embedded = flat.view_as(embedded)
+        return ResidualState((), embedded.transpose(0, 1).contiguous())
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
         return project(self.head, hidden_states).transpose(0, 1).float()

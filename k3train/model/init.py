@@ -5,7 +5,6 @@ No layout changes a weight: a model cut over any number of ranks starts as the s
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from ..config import ModelConfig
 from .decoder import LanguageModelChunk
 from .naming import named_parameters
+from .seeds import named_generator
 
 DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 1e-1, 1e-4
 
@@ -22,14 +22,8 @@ DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 1e-1, 1e-4
 def initialize(chunk: LanguageModelChunk, seed: int) -> None:
     """Fill every parameter of a chunk in place; the same on every kind of CPU, and on every kind of GPU."""
     for name, parameter in named_parameters(chunk):
-        generator = torch.Generator(device=parameter.device)
-        generator.manual_seed(_name_seed(name, seed))
+        generator = named_generator(name, seed, parameter.device)
         parameter.copy_(_initial(name, parameter, chunk.config.k3, generator))
-
-
-def _name_seed(name: str, seed: int) -> int:
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _initial(name: str, parameter: Tensor, model: ModelConfig, generator: torch.Generator) -> Tensor:

@@ -17,24 +17,16 @@ class K3TransformerConfig(TransformerConfig):
     """TransformerConfig with the model's own section beside it, so that modules read K3's names."""
 
     k3: ModelConfig = field(default_factory=ModelConfig)
-    payload_rows: int = 1
-    """Rows of `hidden_size` in the one tensor that travels between pipeline stages."""
 
 
-def transformer_config(config: Config, payload_rows: int = 1) -> K3TransformerConfig:
-    """Translate a resolved configuration into megatron-core's.
-
-    Args:
-        config: resolved and validated.
-        payload_rows: see `shapes.payload_rows`.
-    """
+def transformer_config(config: Config) -> K3TransformerConfig:
+    """Translate a resolved and validated configuration into megatron-core's."""
     model, parallel = config.model, config.parallel
     dtype = DTYPES[model.dtype]
     pipelined = parallel.pipeline > 1
     interleaved = parallel.virtual > 1
     return K3TransformerConfig(
         k3=model,
-        payload_rows=payload_rows,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_heads,

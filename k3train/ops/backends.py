@@ -74,10 +74,17 @@ _BACKENDS = (
     Backend("attention", "flash", "attention.flash", "causal_attention", ("cuda",), LOW_PRECISION),
     Backend("attention", "sdpa", "attention.sdpa", "causal_attention"),
     Backend("attention", "reference", "attention.reference", "causal_attention"),
+    Backend("item_attention", "varlen", "item_attention.varlen", "item_attention", ("cuda",), LOW_PRECISION,
+            "torch.nn.attention.varlen"),
+    Backend("item_attention", "sdpa", "item_attention.sdpa", "item_attention"),
+    Backend("item_attention", "reference", "item_attention.reference", "item_attention"),
     Backend("linear", "te", "linear", "transformer_engine_modules", ("cuda",), None,
             "transformer_engine.pytorch"),
     Backend("linear", "local", "linear", "local_modules"),
 )  # fmt: skip
+
+# Operators whose choice is not a key of `model.backends`.
+_KEYS = {"item_attention": "vision.attention"}
 
 
 @cache
@@ -88,16 +95,17 @@ def resolve(op: str, requested: str, device_type: str, dtype: torch.dtype | None
     """
     candidates = [backend for backend in _BACKENDS if backend.op == op]
     assert candidates, f"unknown operator {op}"
+    key = _KEYS.get(op, f"model.backends.{op}")
     usable = [b.name for b in candidates if b.refuses(device_type, dtype) is None]
     if requested == "auto":
         return next(b for b in candidates if b.name == usable[0])
     for backend in candidates:
         if backend.name == requested:
             if reason := backend.refuses(device_type, dtype):
-                raise UserError(f"model.backends.{op}={requested}: {reason}; use auto or {', '.join(usable)}")
+                raise UserError(f"{key}={requested}: {reason}; use auto or {', '.join(usable)}")
             return backend
     names = ", ".join(b.name for b in candidates)
-    raise UserError(f"model.backends.{op}={requested}: no such backend; use auto, {names}")
+    raise UserError(f"{key}={requested}: no such backend; use auto, {names}")
 
 
 def call(op: str, requested: str, like: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

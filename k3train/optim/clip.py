@@ -15,10 +15,13 @@ from torch import Tensor
 from .build import sub_optimizers
 
 
-def gradients(optimizer: MegatronOptimizer) -> list[tuple[Tensor, bool]]:
-    """(FP32 gradient, belongs to routed experts) of all that this rank's optimizer updates."""
+def gradients(optimizer: MegatronOptimizer) -> list[tuple[Tensor, str]]:
+    """(FP32 gradient, kind) of all that this rank's optimizer updates.
+
+    Kinds: "expert", "tower" for what every pipeline rank holds alike, "dense".
+    """
     return [
-        (parameter.grad, not getattr(parameter, "allreduce", True))
+        (parameter.grad, _kind(parameter))
         for part in sub_optimizers(optimizer)
         for parameter in part.get_parameters()
         if parameter.grad is not None
@@ -38,14 +41,25 @@ def gradient_norm(
         optimizer: after `prepare_grads`.
         sharded: each data-parallel rank holds its own part (ZeRO-1), where otherwise all hold the same.
     """
-    first_dense = sharded or pg_collection.dp_cp.rank() == 0
-    first_expert = sharded or pg_collection.expt_dp.rank() == 0
-    counted = [grad for grad, expert in gradients(optimizer) if (first_expert if expert else first_dense)]
+    dense = sharded or pg_collection.dp_cp.rank() == 0
+    counts = {
+        "dense": dense,
+        "tower": dense and pg_collection.pp.rank() == 0,
+        "expert": sharded or pg_collection.expt_dp.rank() == 0,
+    }
+    counted = [grad for grad, kind in gradients(optimizer) if counts[kind]]
     total = torch.zeros((), dtype=torch.float64, device=device)
     if counted:
         total += torch.stack(torch._foreach_norm(counted)).double().square().sum()
     dist.all_reduce(total)
     return total.sqrt().float().item()
+
+
+def _kind(parameter: Tensor) -> str:
+    # megatron-core hands both marks on to master weights and to shards.
+    if getattr(parameter, "shared", False):
+        return "tower"
+    return "dense" if getattr(parameter, "allreduce", True) else "expert"
 
 
 @torch.no_grad()

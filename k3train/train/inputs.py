@@ -5,29 +5,46 @@ Shapes: b batch, s sequence.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from parallel.groups import Groups
 
 from ..config import Config
-from ..data.datasets import build_datasets
+from ..data.blend import Blend
+from ..data.datasets import Samples, build_datasets
+from ..data.encode import Encoder
+from ..data.images import ImageLimits
 from ..data.loader import BatchLoader, collate
+from ..data.multimodal import TextWindows, caption_samples, image_blend, sample_limits
 from ..data.ngram import LARGEST_VOCABULARY, byte_bigram_loss
-from ..data.tokenizer import Tokenizer, load_tokenizer
+from ..data.skips import Skips
+from ..data.tokenizer import Tokenizer, image_placeholder, load_tokenizer
 from ..ops.packing import Packing
 from .step import Batch
+
+IMAGE_SALT = 2 << 32
+"""Images come in an order of their own."""
+
+AGREED = ("tokens", "grids", "image_positions", "loss_mask")
 
 
 class Inputs:
     """Training steps in order from any point on, and the same validation micro-batches every time."""
 
-    def __init__(self, config: Config, groups: Groups) -> None:
+    def __init__(self, config: Config, groups: Groups, say: Callable[[str], None] = lambda _: None) -> None:
+        """`say` tells a person, on one rank, what is slow to prepare and which images were skipped."""
         data, run = config.data, config.run
         self.config, self.groups = config, groups
-        self.tokenizer: Tokenizer = load_tokenizer(data.tokenizer)
+        self.tokenizer: Tokenizer = load_tokenizer(data.tokenizer, data.image_token)
         ranks = groups.pg_collection.dp.size()
         self.global_batch_size = data.micro_batch_size * run.microbatches * ranks
-        self.train, self.valid = build_datasets(
+        text, self.valid = build_datasets(
             data,
             self.tokenizer,
             data.sequence_length,
@@ -35,6 +52,11 @@ class Inputs:
             self.global_batch_size * run.steps,
             config.eval.batches * data.micro_batch_size,
         )
+        self.text: Any = text.blend
+        self.encoder = self._encoder(say) if data.images else None
+        self.train = self._with_images(text, self.encoder, say) if self.encoder else text
+        if self.encoder and self.valid:
+            self.valid = Samples(TextWindows(self.valid.blend, self.encoder.image_id), len(self.valid))
         self.loader = BatchLoader(
             self.train,
             micro_batch_size=data.micro_batch_size,
@@ -50,8 +72,11 @@ class Inputs:
         )
 
     def next_step(self) -> list[Batch]:
-        """This rank's micro-batches of the next optimizer step."""
-        return [self._place(next(self.loader)) for _ in range(self.config.run.microbatches)]
+        """This rank's micro-batches of the next optimizer step; with images a collective of its pipeline."""
+        batches = [next(self.loader) for _ in range(self.config.run.microbatches)]
+        if self.encoder is not None:
+            batches = self._agreed(batches)
+        return [self._place(batch) for batch in batches]
 
     def validation(self) -> list[Batch]:
         """This rank's share of the validation micro-batches."""
@@ -64,6 +89,22 @@ class Inputs:
             for batch in range(first, first + count)
         ]
 
+    def captions(self) -> list[Batch]:
+        """This rank's share of the held-out digits, all of them over the ranks; [] without digits."""
+        data = self.config.data
+        if self.encoder is None or "digits" not in data.images:
+            return []
+        samples = caption_samples(self.encoder, data.sequence_length, data.max_patches)
+        size, ranks = data.micro_batch_size, self.groups.pg_collection.dp.size()
+        # Every rank runs as many micro-batches; what fills them up asks nothing.
+        blank = samples[0] | {"answer_positions": np.empty(0, np.int64)}
+        samples += [blank] * (-len(samples) % (size * ranks))
+        share = len(samples) // ranks
+        first = self.groups.pg_collection.dp.rank() * share
+        return [
+            self._place(collate(samples[index : index + size])) for index in range(first, first + share, size)
+        ]
+
     def bigram_loss(self) -> float | None:
         """What a bigram model fitted on the whole training split makes of the validation samples, in nats.
 
@@ -72,7 +113,7 @@ class Inputs:
         vocabulary = self.tokenizer.vocab_size
         if self.config.data.source != "bundled" or vocabulary > LARGEST_VOCABULARY or self.valid is None:
             return None
-        corpus = self.train.blend.corpora[0].corpus
+        corpus = self.text.corpora[0].corpus
         windows = [
             np.append(sample["tokens"], sample["labels"][-1])
             for sample in (self.valid[index] for index in range(len(self.valid)))
@@ -83,8 +124,64 @@ class Inputs:
         """End the reading thread."""
         self.loader.close()
 
+    def _encoder(self, say: Callable[[str], None]) -> Encoder:
+        data = self.config.data
+        image_placeholder(self.tokenizer)
+        limits = ImageLimits(max_side=data.max_image_side, max_frames=self.config.vision.max_frames)
+        limits = sample_limits(limits, data.sequence_length, data.max_patches)
+        return Encoder(self.tokenizer, limits, Skips(say))
+
+    def _with_images(self, text: Samples, encoder: Encoder, say: Callable[[str], None]) -> Samples:
+        data = self.config.data
+        images = image_blend(
+            data.images,
+            data.image_weights,
+            "train",
+            encoder,
+            sequence_length=data.sequence_length,
+            max_patches=data.max_patches,
+            seed=self.config.run.seed + IMAGE_SALT,
+            cache_dir=data.cache_dir,
+            say=say,
+        )
+        mixed: Blend[Any] = Blend(
+            [TextWindows(text.blend, encoder.image_id), images],
+            [1 - data.image_share, data.image_share],
+        )
+        return Samples(mixed, text.num_samples)
+
+    def _agreed(self, batches: list[Batch]) -> list[Batch]:
+        """The batches, or those of the pipeline's first rank where a rank could not read an image.
+
+        The shapes of the features follow from the batches: ranks that disagree would wait for each other.
+        """
+        group = self.groups.pg_collection.pp
+        if group.size() == 1:
+            return batches
+        digest = torch.tensor([_digest(batches)], device=self.groups.device)
+        digests = [torch.empty_like(digest) for _ in range(group.size())]
+        dist.all_gather(digests, digest, group=group)
+        if len({int(other) for other in digests}) == 1:
+            return batches
+        held = [batches]
+        dist.broadcast_object_list(held, src=dist.get_global_rank(group, 0), group=group)
+        return held[0]
+
     def _place(self, batch: Batch) -> Batch:
         device = self.groups.device
-        placed = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        placed: Batch = {
+            name: value.tolist() if name == "grids" else value.to(device, non_blocking=True)
+            for name, value in batch.items()
+        }
+        if "grids" in placed:
+            placed["grids"] = [tuple(grid) for grid in placed["grids"]]
         placed["packing"] = Packing.from_tokens(placed["tokens"], self.tokenizer.eod_id)
         return placed
+
+
+def _digest(batches: list[Batch]) -> int:
+    checksum = 0
+    for batch in batches:
+        for name in AGREED:
+            checksum = zlib.crc32(batch[name].numpy().tobytes(), checksum)
+    return checksum

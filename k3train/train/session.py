@@ -20,6 +20,7 @@ from ..checkpoint.folders import check_writable, lock_folder
 from ..checkpoint.manager import CheckpointManager
 from ..config import Config, digest, fixed_keys
 from ..config_file import to_yaml
+from ..log import timeline
 from ..log import trace as tracing
 from ..log.metrics import replace_file
 from ..log.progress import Progress
@@ -31,8 +32,9 @@ from .assemble import build_trainer, set_numerics, topology
 from .diagnose import explain_nonfinite
 from .inputs import Inputs
 from .measure import step_metrics
+from .record import Recorder
 from .signals import StopRequest
-from .step import Batch, StepResult, evaluate, train_step
+from .step import Batch, StepResult, caption_accuracy, evaluate, train_step
 
 MOST_SKIPS = 10
 """Skipped steps in a row after which a run has nothing left to save."""
@@ -58,7 +60,7 @@ class Session:
         )
         assert_same_everywhere("configuration", digest(config))
         self.progress: Progress | None = None
-        self.inputs = Inputs(config, self.groups)
+        self.inputs = Inputs(config, self.groups, self._say)
         self.trainer = build_trainer(config, self.groups)
         self.checkpoints = CheckpointManager(
             self.run_dir / "checkpoints",
@@ -110,7 +112,7 @@ class Session:
     def _resume(self) -> bool:
         if not self.config.run.resume:
             return False
-        extra = self.checkpoints.load(self.trainer.chunks, self.trainer.optimizer)
+        extra = self.checkpoints.load(self.trainer.modules, self.trainer.optimizer)
         if extra is None:
             return False
         self.step = self.saved_step = extra["step"]
@@ -139,6 +141,13 @@ class Session:
             trace_steps=self.config.log.trace_steps,
             synchronize=torch.cuda.synchronize if self.groups.device.type == "cuda" else None,
         )
+        self.recorder = Recorder(
+            self.trainer.pipeline,
+            self.groups,
+            first=self.step + 1,
+            last=self.config.run.steps,
+            steps=self.config.log.trace_steps,
+        )
 
     def _train(self, progress: Progress) -> None:
         clock = time.perf_counter()
@@ -146,7 +155,8 @@ class Session:
             self.step += 1
             with self.trace.phase("data", self.step):
                 batches = self.inputs.next_step()
-            result = train_step(self.trainer, batches, self.step, self.trace.phase)
+            with self.recorder.step(self.step):
+                result = train_step(self.trainer, batches, self.step, self.trace.phase)
             seconds, clock = time.perf_counter() - clock, time.perf_counter()
             self.skipped_in_a_row = 0 if result.updated else self.skipped_in_a_row + 1
             if not result.updated:
@@ -180,10 +190,12 @@ class Session:
 
     def _report(self, result: StepResult, seconds: float) -> dict[str, Any]:
         """Put the step into the logs, with the validation loss where one is due, so that a line is whole."""
-        validation = None
+        validation = captions = None
         if self._due(self.config.eval.every) or self.step == self.config.run.steps:
             with self.trace.phase("eval", self.step):
                 validation = evaluate(self.trainer, self.inputs.validation()).loss
+                if held_out := self.inputs.captions():
+                    captions = caption_accuracy(self.trainer, held_out)
         metrics = step_metrics(
             self.config,
             result,
@@ -193,6 +205,8 @@ class Session:
         )
         if validation is not None:
             metrics["val_loss"] = validation
+        if captions is not None:
+            metrics["caption_accuracy"] = captions
         if self.skipped:
             metrics["skipped_steps"] = self.skipped
         metrics |= self.trace.phase_seconds()
@@ -215,7 +229,7 @@ class Session:
             return
         with self.trace.phase("checkpoint", self.step):
             extra = {"step": self.step, "skipped": self.skipped}
-            self.checkpoints.save(self.step, self.trainer.chunks, self.trainer.optimizer, extra)
+            self.checkpoints.save(self.step, self.trainer.modules, self.trainer.optimizer, extra)
         self.saved_step = self.step
 
     def _finish(self) -> None:
@@ -223,12 +237,15 @@ class Session:
         self.checkpoints.wait()
         traces: list[Any] | None = [None] * dist.get_world_size() if self.groups.is_first else None
         dist.gather_object(self.trace.events(), traces)
+        recording = self.recorder.gather()
         complete = self.step == self.config.run.steps
         bigram = self.inputs.bigram_loss() if complete and self.groups.is_first else None
         if not self.groups.is_first:
             return
         if traces and self.config.log.trace_steps:
             tracing.write(self.run_dir / "trace.json", traces)
+        if recording is not None:
+            timeline.write(self.run_dir, recording)
         self.tracker.close()
         summary.write(self.config, self.run_dir, self.groups, self.started, self.step, bigram)
         report = write_report(self.run_dir)
@@ -242,6 +259,8 @@ class Session:
         lines = [f"loss {self.last['loss']:.4f}"]
         if "val_loss" in self.last:
             lines.append(f"validation loss {self.last['val_loss']:.4f}")
+        if "caption_accuracy" in self.last:
+            lines.append(f"held-out digits named rightly {self.last['caption_accuracy']:.1%}")
         if bigram is not None:
             lines.append(f"bigram model {bigram:.4f}")
         self._say(", ".join(lines))

@@ -21,12 +21,13 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from parallel.groups import Groups
-from parallel.pipeline.schedule import forward_backward
 
 from ..config import Config
 from ..model.decoder import LanguageModelChunk
 from ..optim.clip import clip_gradients, gradient_norm
 from .balance import Balance, balance_experts
+from .pipeline import Pipeline
+from .tower import Tower
 
 Batch = dict[str, Any]
 """One micro-batch: tokens, labels int64 [b, s]; loss_mask FP32 [b, s]; sample_ids int64 [b]; packing."""
@@ -47,9 +48,15 @@ class Trainer:
     config: Config
     groups: Groups
     chunks: list[DistributedDataParallel]
+    tower: Tower | None
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
-    payload_rows: int
+    pipeline: Pipeline
+
+    @property
+    def modules(self) -> list[DistributedDataParallel]:
+        """Everything that has parameters: the chunks, then the tower."""
+        return [*self.chunks, *([self.tower.model] if self.tower else [])]
 
     @property
     def models(self) -> list[LanguageModelChunk]:
@@ -97,9 +104,9 @@ def train_step(trainer: Trainer, batches: list[Batch], step: int, phase: Phase =
         phase: context manager around each named phase, to time it.
     """
     optimizer, config, groups = trainer.optimizer, trainer.config, trainer.groups
-    for chunk in trainer.chunks:
-        chunk.train()
-        chunk.zero_grad_buffer()
+    for module in trainer.modules:
+        module.train()
+        module.zero_grad_buffer()
     optimizer.zero_grad()
     with phase("forward_backward", step):
         losses = run_batches(trainer, batches)
@@ -121,22 +128,34 @@ def train_step(trainer: Trainer, batches: list[Batch], step: int, phase: Phase =
 @torch.no_grad()
 def evaluate(trainer: Trainer, batches: list[Batch]) -> Losses:
     """Loss on micro-batches, without a trace in any state."""
-    for chunk in trainer.chunks:
-        chunk.eval()
+    for module in trainer.modules:
+        module.eval()
     return run_batches(trainer, batches, forward_only=True)
+
+
+@torch.no_grad()
+def caption_accuracy(trainer: Trainer, batches: list[Batch]) -> float:
+    """Share of the `answer_positions` whose label is the likeliest token; a collective over all ranks."""
+    for module in trainer.modules:
+        module.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=trainer.groups.device)
+    for answered in trainer.pipeline.run(
+        forward_step_func=_answer_step, batches=batches, chunks=list(trainer.chunks), forward_only=True
+    ):
+        total += answered
+    dist.all_reduce(total)
+    right, asked = total.tolist()
+    return right / max(asked, 1)
 
 
 def run_batches(trainer: Trainer, batches: list[Batch], *, forward_only: bool = False) -> Losses:
     """Run the pipeline over micro-batches and sum the losses over all ranks; a collective."""
     config = trainer.config
-    reported = forward_backward(
-        partial(_forward_step, mtp_weight=config.model.mtp_loss_weight),
-        batches,
-        list(trainer.chunks),
-        sequence_length=config.data.sequence_length,
-        micro_batch_size=config.data.micro_batch_size,
-        payload_rows=trainer.payload_rows,
-        pg_collection=trainer.groups.pg_collection,
+    chunks: list[Any] = list(trainer.chunks)
+    reported = trainer.pipeline.run(
+        forward_step_func=partial(_forward_step, mtp_weight=config.model.mtp_loss_weight),
+        batches=batches,
+        chunks=chunks,
         forward_only=forward_only,
     )
     total = torch.zeros(4, dtype=torch.float64, device=trainer.groups.device)
@@ -159,8 +178,25 @@ def _forward_step(
         labels=batch["labels"],
         loss_mask=loss_mask,
         valid=batch.get("valid"),
+        image_positions=batch.get("feature_positions"),
     )
     return output, partial(_loss, loss_mask=loss_mask, mtp_weight=mtp_weight)
+
+
+def _answer_step(iterator: Iterator[Batch], model: DistributedDataParallel) -> tuple[Any, Any]:
+    """megatron-core's forward_step_func for `caption_accuracy`."""
+    batch = next(iterator)
+    output = model(batch["tokens"], batch["packing"], image_positions=batch.get("feature_positions"))
+    return output, partial(_count_answers, batch=batch)
+
+
+def _count_answers(logits: Tensor, *, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """The last stage's report [right, asked], in the form of `_loss`; logits [b, s, v]."""
+    places = batch["answer_positions"]
+    likeliest = logits.flatten(0, 1)[places].argmax(-1)
+    right = (likeliest == batch["labels"].flatten()[places]).sum()
+    asked = torch.tensor(len(places), dtype=torch.int, device=logits.device)
+    return logits.sum(), asked, torch.stack([right.double(), asked.double()])
 
 
 def _loss(

@@ -1,8 +1,7 @@
-"""megatron-core's pipeline order on paper: who runs what, how long it takes, what is held. Imports no torch.
+"""How long a table takes and what it holds, from what each operation costs. Imports no torch.
 
-1F1B with one chunk on a rank, interleaved 1F1B with more; both orders equal the ones that megatron-core's
-schedules execute. Letters: p pipeline ranks, v chunks of a rank, m micro-batches. Stage i of the p * v stages
-of the forward pass is chunk i // p of rank i % p.
+Times are of whatever type the costs are: with integers or fractions, which is how closed formulas are tested,
+every result is exact.
 """
 
 from __future__ import annotations
@@ -10,115 +9,164 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-EXACT_ROUNDS = 8
+from .messages import DeadlockError, walk
+from .table import (
+    BACKWARD,
+    FORWARD,
+    PREFETCH,
+    REDUCE,
+    RELEASE,
+    VISION_BACKWARD,
+    VISION_FORWARD,
+    WEIGHT,
+    Layout,
+    Op,
+    Table,
+)
+
+__all__ = ["Costs", "DeadlockError", "Timeline", "durations", "peak_held", "simulate", "uniform"]
 
 
 @dataclass(frozen=True)
-class Operation:
-    """Forward or backward of one micro-batch through one stage."""
+class Costs:
+    """Time of each operation; all times in one unit, as int, Fraction or float.
 
-    forward: bool
-    stage: int
-    microbatch: int
-
-
-def operations(rank: int, pipeline: int, virtual: int, microbatches: int) -> list[Operation]:
-    """What a pipeline rank executes in one step, in order."""
-    rounds = [range(start, min(start + pipeline, microbatches)) for start in range(0, microbatches, pipeline)]
-    forward, backward = (
-        [
-            Operation(is_forward, chunk * pipeline + rank, microbatch)
-            for batch in rounds
-            for chunk in (range(virtual) if is_forward else reversed(range(virtual)))
-            for microbatch in batch
-        ]
-        for is_forward in (True, False)
-    )
-    warm = pipeline - rank if virtual == 1 else 2 * (pipeline - rank - 1) + (virtual - 1) * pipeline + 1
-    warm = min(warm, len(forward))
-    steady = [operation for pair in zip(backward, forward[warm:], strict=False) for operation in pair]
-    return forward[:warm] + steady + backward[len(forward) - warm :]
-
-
-def makespan(
-    forward: Sequence[float], backward: Sequence[float], pipeline: int, microbatches: int, hop: float = 0
-) -> float:
-    """Time of one step's forward and backward passes.
-
-    Args:
-        forward: time of each stage's forward for one micro-batch, in the order of the forward pass.
-        backward: the same of its whole backward.
-        pipeline: p; the number of stages must be a multiple of it.
-        hop: time that a message takes from a stage to its neighbour on another rank.
-
-    Long steps settle into rounds of p micro-batches: beyond `EXACT_ROUNDS` of them each costs what the last
-    simulated round did.
+    Attributes:
+        forward: of one micro-batch through each stage.
+        backward: its whole backward, by stage.
+        weight: the part of `backward` that goes to W where the table splits it; () for none of it.
+        vision_forward: by micro-batch and part of its images; () without vision.
+        vision_backward: the same.
+        hop: from the end of an operation to the arrival of its message at another rank.
+        reduce: of a `REDUCE`.
     """
-    full, rest = divmod(microbatches, pipeline)
-    if full <= EXACT_ROUNDS:
-        return _simulate(forward, backward, pipeline, microbatches, hop)
-    shorter, longer = (
-        _simulate(forward, backward, pipeline, rounds * pipeline + rest, hop)
-        for rounds in (EXACT_ROUNDS - 1, EXACT_ROUNDS)
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    weight: Sequence[float] = ()
+    vision_forward: Sequence[Sequence[float]] = ()
+    vision_backward: Sequence[Sequence[float]] = ()
+    hop: float = 0
+    reduce: float = 0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each operation starts and ends: `starts[rank][i]` is that of `table.ranks[rank][i]`."""
+
+    table: Table
+    starts: tuple[tuple[float, ...], ...]
+    ends: tuple[tuple[float, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """From the start of the step to the end of the last operation of any rank."""
+        return max((ends[-1] for ends in self.ends if ends), default=0)
+
+    def busy(self, rank: int) -> float:
+        """Time in which a rank works."""
+        pairs = zip(self.starts[rank], self.ends[rank], strict=True)
+        return sum(end - start for start, end in pairs)
+
+    def idle(self, rank: int) -> float:
+        """The rest of the makespan."""
+        if not self.starts[rank]:
+            return self.makespan
+        return self.starts[rank][0] + self.span_idle(rank) + self.makespan - self.ends[rank][-1]
+
+    def span_idle(self, rank: int) -> float:
+        """Idle time between a rank's own first and last operation: what is lost if steps overlap."""
+        return sum(start - end for start, end in zip(self.starts[rank][1:], self.ends[rank], strict=False))
+
+    @property
+    def bubble_over_compute(self) -> float:
+        """Idle time of all ranks over their work; there must be some."""
+        ranks = range(len(self.ends))
+        return sum(map(self.idle, ranks)) / sum(map(self.busy, ranks))
+
+    def peak_held(self, rank: int, sizes: Sequence[float]) -> float:
+        """Most that a rank holds if a forward of stage s saves `sizes[s]`; see `peak_held` of the module."""
+        return peak_held(self.table, rank, [(size,) for size in sizes])[0]
+
+
+def uniform(
+    layout: Layout,
+    forward: float = 1,
+    backward: float = 2,
+    weight: float = 1,
+    *,
+    parts: Sequence[int] = (),
+    vision_forward: float = 0,
+    vision_backward: float = 0,
+    hop: float = 0,
+    reduce: float = 0,
+) -> Costs:
+    """Equal stages, and equal parts of images: `parts[k]` of them in micro-batch k. Times are of each."""
+    return Costs(
+        forward=(forward,) * layout.stages,
+        backward=(backward,) * layout.stages,
+        weight=(weight,) * layout.stages,
+        vision_forward=tuple((vision_forward,) * count for count in parts),
+        vision_backward=tuple((vision_backward,) * count for count in parts),
+        hop=hop,
+        reduce=reduce,
     )
-    return longer + (full - EXACT_ROUNDS) * (longer - shorter)
 
 
-def peak_held(saved: Sequence[Sequence[float]], rank: int, pipeline: int, microbatches: int) -> list[float]:
-    """What a rank holds at the worst moment between a stage's forward and its backward, by kind.
+def durations(table: Table, costs: Costs) -> tuple[tuple[float, ...], ...]:
+    """Cost of each operation, laid out as `table.ranks`. Prefetch and release cost nothing."""
+    layout, split = table.layout, table.splits_backward
+    weight = costs.weight or (0,) * layout.stages
+    rest = [whole - part for whole, part in zip(costs.backward, weight, strict=True)]
+    by_stage = {FORWARD: costs.forward, BACKWARD: rest if split else costs.backward, WEIGHT: weight}
+    by_part = {VISION_FORWARD: costs.vision_forward, VISION_BACKWARD: costs.vision_backward}
 
-    `saved[stage]` lists, kind by kind, what one micro-batch leaves behind in a stage. The worst moment is
-    that of the largest sum. Warm-up spans at most two rounds of p micro-batches, and every later round
-    repeats, so four are enough.
+    def duration(rank: int, op: Op) -> float:
+        if op.kind in by_stage:
+            return by_stage[op.kind][layout.stage(rank, op.chunk)]
+        if op.kind in by_part:
+            return by_part[op.kind][op.microbatch][op.chunk]
+        return costs.reduce if op.kind == REDUCE else 0
+
+    return tuple(tuple(duration(rank, op) for op in ops) for rank, ops in enumerate(table.ranks))
+
+
+def simulate(table: Table, costs: Costs) -> Timeline:
+    """Start every operation as soon as its rank is free and its inputs are there.
+
+    Linear in the number of operations. Raises:
+        DeadlockError: operations wait for each other in a circle.
     """
-    virtual = len(saved) // pipeline
-    held = [0.0] * len(saved[0])
-    worst = list(held)
-    for operation in operations(rank, pipeline, virtual, min(microbatches, 4 * pipeline)):
-        sign = 1 if operation.forward else -1
-        held = [now + sign * part for now, part in zip(held, saved[operation.stage], strict=True)]
-        worst = max(worst, held, key=sum)
+    spent = durations(table, costs)
+    starts: list[list[float]] = [[] for _ in table.ranks]
+    ends: list[list[float]] = [[] for _ in table.ranks]
+    ended: dict[tuple[int, Op], float] = {}
+    for rank, index, needed in walk(table):
+        start = ends[rank][-1] if index else 0
+        for before in needed:
+            start = max(start, ended[before] if before[0] == rank else ended[before] + costs.hop)
+        end = start + spent[rank][index]
+        starts[rank].append(start)
+        ends[rank].append(end)
+        ended[rank, table.ranks[rank][index]] = end
+    return Timeline(table, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
+
+
+def peak_held(table: Table, rank: int, sizes: Sequence[Sequence[float]]) -> list[float]:
+    """What a rank holds at the worst moment between forwards and the ends of their backwards, by kind.
+
+    `sizes[stage]` lists, kind by kind, what one micro-batch leaves behind in a stage. It is held until B, or
+    until W where the table splits the backward, except between a release and its prefetch. The worst moment
+    is that of the largest sum.
+    """
+    last = WEIGHT if table.splits_backward else BACKWARD
+    signs = {FORWARD: 1, PREFETCH: 1, RELEASE: -1, last: -1}
+    held: list[float] = [0] * len(sizes[0])
+    worst = held
+    for op in table.ranks[rank]:
+        sign = signs.get(op.kind)
+        if sign is not None:
+            saved = sizes[table.layout.stage(rank, op.chunk)]
+            held = [now + sign * part for now, part in zip(held, saved, strict=True)]
+            worst = max(worst, held, key=sum)
     return worst
-
-
-def _simulate(
-    forward: Sequence[float], backward: Sequence[float], pipeline: int, microbatches: int, hop: float
-) -> float:
-    """Longest path over each rank's order and the messages between stages."""
-    stages = len(forward)
-    ended: dict[tuple[bool, int, int], float] = {}
-    queues = [operations(rank, pipeline, stages // pipeline, microbatches) for rank in range(pipeline)]
-    position, clock = [0] * pipeline, [0.0] * pipeline
-    latency = hop if pipeline > 1 else 0
-    remaining = sum(map(len, queues))
-    while remaining:
-        before = remaining
-        for rank, queue in enumerate(queues):
-            while position[rank] < len(queue):
-                operation = queue[position[rank]]
-                arrival = _arrival(operation, ended, stages, latency)
-                if arrival is None:
-                    break
-                cost = (forward if operation.forward else backward)[operation.stage]
-                clock[rank] = max(clock[rank], arrival) + cost
-                ended[operation.forward, operation.stage, operation.microbatch] = clock[rank]
-                position[rank] += 1
-                remaining -= 1
-        assert remaining < before, "the order deadlocks"
-    return max(clock)
-
-
-def _arrival(
-    operation: Operation, ended: dict[tuple[bool, int, int], float], stages: int, latency: float
-) -> float | None:
-    """When the input of an operation is there; None if its producer has not run yet."""
-    if operation.forward:
-        if operation.stage == 0:
-            return 0.0
-        producer = (True, operation.stage - 1, operation.microbatch)
-    elif operation.stage == stages - 1:
-        return ended.get((True, operation.stage, operation.microbatch))
-    else:
-        producer = (False, operation.stage + 1, operation.microbatch)
-    end = ended.get(producer)
-    return None if end is None else end + latency

@@ -120,14 +120,14 @@ def straight_and_resumed(root: str, asynchronous: bool, config: dict[str, Any]) 
     trainer = start(small_config(**config))
     checkpoints = manager(trainer, root, told, asynchronous)
     train(trainer, range(1, 4))
-    checkpoints.save(3, trainer.chunks, trainer.optimizer, {"step": 3, "share": 0.1})
+    checkpoints.save(3, trainer.modules, trainer.optimizer, {"step": 3, "share": 0.1})
     whole = _three_steps(trainer)
     published = checkpoints.wait()
     torch.manual_seed(99)
     other = build_trainer(trainer.config, trainer.groups)
     train(other, range(8, 9))
     fresh = build_trainer(trainer.config, trainer.groups)
-    extra = manager(fresh, root, told).load(fresh.chunks, fresh.optimizer)
+    extra = manager(fresh, root, told).load(fresh.modules, fresh.optimizer)
     counters = [
         state["step"]
         for part in getattr(fresh.optimizer, "chained_optimizers", [fresh.optimizer])
@@ -155,14 +155,14 @@ def damaged(root: str) -> dict[str, list[str]]:
     trainer = start(small_config({}))
     checkpoints = manager(trainer, root, [])
     for step in (1, 2):
-        checkpoints.save(step, trainer.chunks, trainer.optimizer, {"step": step})
+        checkpoints.save(step, trainer.modules, trainer.optimizer, {"step": step})
     answers = {}
     for name, damage in DAMAGES.items():
         copy = Path(root).with_name(name.replace(" ", "-"))
         shutil.copytree(root, copy)
         damage(copy / "step-00000002")
         told: list[str] = []
-        extra = manager(trainer, str(copy), told).load(trainer.chunks, trainer.optimizer)
+        extra = manager(trainer, str(copy), told).load(trainer.modules, trainer.optimizer)
         answers[name] = [str((extra or {}).get("step")), *told]
     return answers
 
@@ -198,18 +198,18 @@ def refused(root: str) -> list[str]:
     told: list[str] = []
     trainer = start(small_config({}))
     checkpoints = manager(trainer, root, told)
-    checkpoints.save(1, trainer.chunks, trainer.optimizer, {"step": 1})
+    checkpoints.save(1, trainer.modules, trainer.optimizer, {"step": 1})
     checkpoints.fixed = {**checkpoints.fixed, "optim.lr": 0.5, "model.top_k": 3}
     answers = []
     try:
-        checkpoints.load(trainer.chunks, trainer.optimizer)
+        checkpoints.load(trainer.modules, trainer.optimizer)
     except UserError as error:
         answers.append(str(error))
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    checkpoints.save(2, trainer.chunks, trainer.optimizer, {"step": 2})
+    checkpoints.save(2, trainer.modules, trainer.optimizer, {"step": 2})
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    checkpoints.save(3, trainer.chunks, trainer.optimizer, {"step": 3})
+    checkpoints.save(3, trainer.modules, trainer.optimizer, {"step": 3})
     return [*answers, *told, *sorted(path.name for path in Path(root).iterdir())]
 
 
@@ -218,7 +218,7 @@ def save_for_ever(root: str) -> None:
     told: list[str] = []
     trainer = start(small_config({"expert": 2, "data": 2}))
     checkpoints = manager(trainer, root, told, asynchronous=True, keep=2)
-    extra = checkpoints.load(trainer.chunks, trainer.optimizer) or {"step": 0, "digest": ""}
+    extra = checkpoints.load(trainer.modules, trainer.optimizer) or {"step": 0, "digest": ""}
     same = extra["digest"] in ("", _weights(trainer))
     if trainer.groups.is_first:
         report = {"step": extra["step"], "same": same, "told": told}
@@ -227,7 +227,9 @@ def save_for_ever(root: str) -> None:
         unfinished.rename(unfinished.with_name("report.json"))
     for step in itertools.count(extra["step"] + 1):
         train(trainer, range(step, step + 1))
-        checkpoints.save(step, trainer.chunks, trainer.optimizer, {"step": step, "digest": _weights(trainer)})
+        checkpoints.save(
+            step, trainer.modules, trainer.optimizer, {"step": step, "digest": _weights(trainer)}
+        )
         checkpoints.poll()
 
 

@@ -42,7 +42,14 @@ def wait_for_step(run_dir: Path, step: int, timeout: float = 60) -> None:
 
 def test_a_run_leaves_what_it_promises(straight: Path) -> None:
     names = {entry.name for entry in straight.iterdir()}
-    assert {"config.yaml", "metrics.jsonl", "checkpoints", "tensorboard", "trace.json", "report.html"} <= names
+    assert {
+        "config.yaml",
+        "metrics.jsonl",
+        "checkpoints",
+        "tensorboard",
+        "trace.json",
+        "report.html",
+    } <= names
     lines = runs.metrics(straight)
     assert [line["step"] for line in lines] == list(range(1, runs.STEPS + 1))
     keys = {"loss", "mtp_loss", "grad_norm", "lr", "moe_rows_max_over_mean"}
@@ -123,7 +130,12 @@ def test_divergence_stops_with_step_rank_layer_and_samples(data: list[str], tmp_
 
 def test_divergence_can_be_skipped_and_is_counted(data: list[str], tmp_path: Path) -> None:
     arguments = runs.overrides(
-        data, tmp_path / "run", "optim.lr=1e30", "optim.clip_norm=0", "optim.skip_nonfinite=true", "run.steps=4"
+        data,
+        tmp_path / "run",
+        "optim.lr=1e30",
+        "optim.clip_norm=0",
+        "optim.skip_nonfinite=true",
+        "run.steps=4",
     )
     code, output = runs.train([*arguments, "eval.every=0"])
     assert code == 0, output

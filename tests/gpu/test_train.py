@@ -52,7 +52,7 @@ REPEAT_BOUND = 2e-3
 def run(folder: Path, overrides: list[str], steps: int = STEPS, world_size: int = 1) -> list[dict[str, Any]]:
     """What rank 0 of a run reports of each step; the ranks must agree."""
     args = {"overrides": [*overrides, f"data.cache_dir={folder}"], "steps": steps}
-    reports = run_workers("tests.gpu.test_train:train", world_size, args, timeout=600)
+    reports = run_workers("tests.gpu.test_train:train", world_size, args, timeout=240)
     assert all(report == reports[0] for report in reports), "ranks disagree about the step"
     steps_of_rank: list[dict[str, Any]] = reports[0]
     return steps_of_rank
@@ -96,7 +96,7 @@ def test_float32_in_plain_torch_gives_the_same_losses(single: list[dict[str, Any
 
 def test_resume_restores_every_tensor_and_the_next_losses(cache: Path, tmp_path: Path) -> None:
     args = {"root": str(tmp_path / "checkpoints"), "overrides": [f"data.cache_dir={cache}"]}
-    (answer,) = run_workers("tests.gpu.test_train:straight_and_resumed", 1, args, timeout=600)
+    (answer,) = run_workers("tests.gpu.test_train:straight_and_resumed", 1, args, timeout=240)
     assert answer["tensors"] > 100
     assert answer["different"] == []
     assert answer["extra"] == {"step": 2}
@@ -163,13 +163,13 @@ def straight_and_resumed(root: str, overrides: list[str]) -> dict[str, Any]:
     )
     for step in (1, 2):
         train_step(trainer, inputs.next_step(), step)
-    manager.save(2, trainer.chunks, trainer.optimizer, {"step": 2})
+    manager.save(2, trainer.modules, trainer.optimizer, {"step": 2})
     saved = tensors(trainer)
     straight = [train_step(trainer, inputs.next_step(), step).losses.loss for step in (3, 4)]
     assert manager.wait(), "the checkpoint was not published"
 
     fresh = build_trainer(trainer.config, trainer.groups)
-    extra = manager.load(fresh.chunks, fresh.optimizer)
+    extra = manager.load(fresh.modules, fresh.optimizer)
     loaded = tensors(fresh)
     different = [
         name

@@ -1,7 +1,8 @@
 """One rank against every layout: losses, first gradients, and weights after five optimizer steps.
 
-A pipeline changes no order of summation: bitwise. Data and expert parallelism sum over ranks and group
-rows differently, and recompute adds gradients in another order: a bound.
+A pipeline with one chunk on a rank changes no order of summation: bitwise. With virtual stages the gradients
+of a kept AttnRes row are summed rank by rank; data and expert parallelism sum over ranks and group rows
+differently, and recompute adds gradients in another order: a bound.
 """
 
 from __future__ import annotations
@@ -18,11 +19,9 @@ from tests.dist.launch import run_workers
 Run = tuple[list[dict[str, Any]], dict[str, dict[str, list[Tensor]]]]
 
 UNEVEN = "parallel.layers_per_chunk=[1,3,1,1]"
-BITWISE = {
-    "pp2": (2, ["parallel.pipeline=2"]),
-    "pp2_vpp2": (2, ["parallel.pipeline=2", "parallel.virtual=2", UNEVEN]),
-}
+PP2_VPP2 = ["parallel.pipeline=2", "parallel.virtual=2", UNEVEN]
 BOUNDED = {
+    "pp2_vpp2": (2, [*PP2_VPP2, "parallel.zero=0"]),
     # A layer's two reads of a bank row are added up before they meet the later layers' gradients.
     "recompute": (1, ["model.recompute=layer", "parallel.zero=0"]),
     "dp2": (2, ["parallel.data=2", "run.microbatches=2"]),
@@ -33,14 +32,13 @@ BOUNDED = {
 LOSS_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 2e-6, 1e-5, 5e-4
 
 
-def run(world_size: int, overrides: list[str], folder: Path) -> Run:
+def run(world_size: int, overrides: list[str], folder: Path, via: str = "") -> Run:
     """Reports of a run, and every tensor that any rank holds by its global name."""
     if torch.cuda.is_available() and torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
     folder.mkdir()
-    reports = run_workers(
-        "tests.parity.worker:train", world_size, args={"overrides": overrides, "folder": str(folder)}
-    )
+    args = {"overrides": overrides, "folder": str(folder), "via": via}
+    reports = run_workers("tests.parity.worker:train", world_size, args=args)
     assert all(report == reports[0] for report in reports), "ranks disagree about the step"
     tensors: dict[str, dict[str, list[Tensor]]] = {"gradients": {}, "weights": {}}
     for rank in range(world_size):
@@ -68,29 +66,70 @@ def assert_bitwise(run: Run, single: Run) -> None:
             assert all(torch.equal(copy, single[1][kind][name][0]) for copy in copies), (kind, name)
 
 
-@pytest.mark.parametrize("layout", BITWISE)
-def test_a_pipeline_changes_no_bit(layout: str, single: Run, tmp_path: Path) -> None:
-    world_size, overrides = BITWISE[layout]
-    assert_bitwise(run(world_size, overrides, tmp_path / "run"), single)
+def test_a_pipeline_changes_no_bit(single: Run, tmp_path: Path) -> None:
+    assert_bitwise(run(2, ["parallel.pipeline=2"], tmp_path / "run"), single)
 
 
 def test_muon_under_a_pipeline_changes_no_bit(single_muon: Run, tmp_path: Path) -> None:
-    overrides = ["optim=muon", "parallel.pipeline=2", "parallel.virtual=2", UNEVEN]
-    assert_bitwise(run(2, overrides, tmp_path / "run"), single_muon)
+    assert_bitwise(run(2, ["optim=muon", "parallel.pipeline=2"], tmp_path / "run"), single_muon)
+
+
+@pytest.mark.parametrize("shape", [["parallel.pipeline=2"], PP2_VPP2], ids=["pp2", "pp2_vpp2"])
+def test_the_table_equals_megatron_core_bit_for_bit(shape: list[str], tmp_path: Path) -> None:
+    """Every edge carries the whole bank here, as in megatron-core's schedules."""
+    theirs = run(2, shape, tmp_path / "megatron-core", via="megatron-core")
+    assert_bitwise(run(2, shape, tmp_path / "table", via="whole bank"), theirs)
+
+
+SEEING = ["vision=tiny", "data.images=[digits]", "data.sequence_length=40", "parallel.zero=0"]
+
+
+@pytest.fixture(scope="module")
+def single_seeing(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(1, SEEING, tmp_path_factory.mktemp("parity") / "single_seeing")
+
+
+@pytest.mark.parametrize(
+    ("mode", "layout"),
+    [
+        ("bubbles", ["parallel.pipeline=2"]),
+        ("bubbles", PP2_VPP2),
+        ("inline", PP2_VPP2),
+        ("phase", PP2_VPP2),
+    ],
+)
+def test_a_tower_in_the_pipeline_stays_within_bound(
+    mode: str, layout: list[str], single_seeing: Run, tmp_path: Path
+) -> None:
+    """The order in which the ranks' shares of the tower's gradients are summed differs from one rank's."""
+    reports, tensors = run(2, [*SEEING, *layout, f"vision.mode={mode}"], tmp_path / "run")
+    assert_close(reports, tensors, single_seeing, ("gradients", "weights"))
+    assert reports[0]["loss"] == single_seeing[0][0]["loss"]
+    names = {name for name in tensors["gradients"] if name.startswith("vision.")}
+    assert len(names) == 18 and all(len(tensors["gradients"][name]) == 2 for name in names)
+
+
+def test_a_tower_under_data_parallelism_stays_within_bound(single_seeing: Run, tmp_path: Path) -> None:
+    layout = ["parallel.data=2", "run.microbatches=2"]
+    reports, tensors = run(2, [*SEEING, *layout], tmp_path / "run")
+    assert_close(reports, tensors, single_seeing, ("gradients", "weights"))
 
 
 @pytest.mark.parametrize("layout", BOUNDED)
 def test_layout_stays_within_bound(layout: str, single: Run, tmp_path: Path) -> None:
     world_size, overrides = BOUNDED[layout]
     reports, tensors = run(world_size, overrides, tmp_path / "run")
+    # Under ZeRO-1 a rank's buffer holds only its own shard of the reduced gradients.
+    kinds = ("weights", "gradients") if "parallel.zero=0" in overrides else ("weights",)
+    assert_close(reports, tensors, single, kinds)
+
+
+def assert_close(reports: Any, tensors: Any, single: Run, kinds: tuple[str, ...]) -> None:
     for report, expected in zip(reports, single[0], strict=True):
         for key in expected.keys() & {"loss", "mtp_loss", "grad_norm"}:
             assert report[key] == pytest.approx(expected[key], rel=LOSS_BOUND), key
-    # Under ZeRO-1 a rank's buffer holds only its own shard of the reduced gradients.
-    kinds = {"weights": WEIGHT_BOUND} | (
-        {"gradients": GRADIENT_BOUND} if "parallel.zero=0" in overrides else {}
-    )
-    for kind, bound in kinds.items():
+    for kind in kinds:
+        bound = {"weights": WEIGHT_BOUND, "gradients": GRADIENT_BOUND}[kind]
         assert tensors[kind].keys() == single[1][kind].keys()
         for name, copies in tensors[kind].items():
             expected_tensor = single[1][kind][name][0]

@@ -12,6 +12,8 @@ from launch.compose import compose, resolve_layout
 SMALL = (
     "recipe=tiny",
     "parallel=single",
+    "vision=none",
+    "data.images=[]",
     "optim=adamw",
     "optim.lr=2e-3",
     "model.num_layers=6",
@@ -37,8 +39,11 @@ SMALL = (
 MICROBATCHES = 4
 
 
-def train(overrides: list[str], folder: str) -> list[dict[str, Any]]:
-    """Losses, norms and balance of each step; the first gradients and the last weights go to `folder`."""
+def train(overrides: list[str], folder: str, via: str = "") -> list[dict[str, Any]]:
+    """Losses, norms and balance of each step; the first gradients and the last weights go to `folder`.
+
+    `via`: "whole bank", where every edge of the pipeline carries all rows, or "megatron-core".
+    """
     from k3train.model.naming import named_parameters
     from k3train.ops.packing import Packing
     from k3train.train.assemble import build_trainer, topology
@@ -49,6 +54,8 @@ def train(overrides: list[str], folder: str) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     groups = initialize(topology(config), timeout_minutes=1, seed=1)
     trainer = build_trainer(config, groups)
+    if via:
+        take_another_way(trainer, via)
     ranks, rank = config.parallel.data, groups.pg_collection.dp.rank()
     share = MICROBATCHES // ranks
 
@@ -61,7 +68,7 @@ def train(overrides: list[str], folder: str) -> list[dict[str, Any]]:
         mask = torch.ones(size, length)
         mask[-1, -1] = 0
         place = groups.device
-        return [
+        batches = [
             {
                 "tokens": window[:, :-1].contiguous().to(place),
                 "labels": window[:, 1:].contiguous().to(place),
@@ -71,6 +78,10 @@ def train(overrides: list[str], folder: str) -> list[dict[str, Any]]:
             }
             for window in windows[rank * share : (rank + 1) * share]
         ]
+        if config.vision.enabled:
+            for index, batch in enumerate(batches, start=rank * share):
+                batch |= images(step, index, place)
+        return batches
 
     reports = []
     for step in range(1, config.run.steps + 1):
@@ -90,6 +101,9 @@ def train(overrides: list[str], folder: str) -> list[dict[str, Any]]:
                 for name, parameter in named_parameters(model)
                 if parameter.requires_grad
             }
+            if trainer.tower is not None:
+                tower = trainer.tower.model.module
+                gradients |= {name: each.main_grad.cpu().clone() for name, each in tower.named_parameters()}
     reports.append({"loss": evaluate(trainer, batches(99)).loss})
     weights = {
         name: parameter.detach().cpu().clone()
@@ -99,3 +113,36 @@ def train(overrides: list[str], folder: str) -> list[dict[str, Any]]:
     torch.save({"gradients": gradients, "weights": weights}, f"{folder}/{groups.rank}.pt")
     destroy()
     return reports
+
+
+def images(step: int, index: int, place: torch.device) -> dict[str, Any]:
+    """Images of several sizes and a clip for a micro-batch; the second micro-batch has none."""
+    grids = [[(1, 2, 2), (1, 4, 2), (2, 2, 2)], [], [(1, 2, 4)], [(1, 2, 2)] * 5][index]
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    patches = torch.randn(sum(t * h * w for t, h, w in grids), 588, generator=generator)
+    features = sum(h * w // 4 for _, h, w in grids)
+    positions = torch.randperm(80, generator=generator)[:features].sort().values
+    return {"grids": grids, "patches": patches.to(place), "image_positions": positions.to(place)}
+
+
+def take_another_way(trainer: Any, via: str) -> None:
+    """Give the trainer's pipeline other executors for both kinds of step."""
+    import dataclasses
+
+    from k3train.schedule import layer_cuts, row_plan
+    from parallel.pipeline.build import forward_only
+    from parallel.pipeline.reference import ReferenceSchedule
+    from parallel.pipeline.runtime import TableExecutor
+
+    pipeline, topology = trainer.pipeline, trainer.groups.topology
+    plan = row_plan(trainer.config, topology, layer_cuts(trainer.config, topology))
+    rows = dataclasses.replace(plan, cache=False)
+    rank, grids = trainer.groups.pg_collection.pp.rank(), ((),) * MICROBATCHES
+    table, _ = pipeline.table(grids)
+    for evaluating in (False, True):
+        if via == "megatron-core":
+            executor: Any = ReferenceSchedule(rows, rank)
+        else:
+            chosen = forward_only(table) if evaluating else table
+            executor = TableExecutor(chosen, rows, pipeline.wires, rank)
+        pipeline.executors[grids, evaluating] = executor

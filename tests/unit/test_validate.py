@@ -44,7 +44,6 @@ SINGLE = ["recipe=tiny", "parallel=single", "optim=adamw"]
         (["data.sequence_length=1"], ["data.sequence_length=1", "at least 2"]),
         (["parallel=single", "parallel.virtual=2"], ["parallel.virtual=2", "parallel.pipeline above 1"]),
         (["parallel.virtual=5"], ["parallel.pipeline=2", "2 x 5 chunks", "model.num_layers=9"]),
-        (["run.microbatches=3"], ["run.microbatches=3", "multiple of parallel.pipeline=2"]),
         (["parallel.layers_per_chunk=[5,4]"], ["parallel.layers_per_chunk=[5,4]", "has 2 chunks", "needs 4"]),
         (["parallel.layers_per_chunk=[9,0,0,0]"], ["[9,0,0,0]", "at least one layer"]),
         (["parallel.layers_per_chunk=[2,2,2,2]"], ["[2,2,2,2]", "adds up to 8", "model.num_layers=9"]),
@@ -69,7 +68,7 @@ SINGLE = ["recipe=tiny", "parallel=single", "optim=adamw"]
         (["data=indexed", "data.max_bytes=9"], ["data.max_bytes=9", "bundled corpus only"]),
         (
             ["data=indexed", "data.train=[a,b]", "data.train_weights=[1]"],
-            ["data.train_weights=[1.0]", "1 weights for 2 prefixes"],
+            ["data.train_weights=[1.0]", "1 weights for 2 entries of data.train"],
         ),
         (
             ["data=indexed", "data.train=[a,b]", "data.train_weights=[1,-1]"],

@@ -14,7 +14,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3train.data.tokenizer import ByteTokenizer, byte_vocab_size, load_tokenizer
+from k3train.data.tokenizer import ByteTokenizer, byte_vocab_size, image_placeholder, load_tokenizer
 from k3train.errors import UserError
 
 TEXTS = (
@@ -127,3 +127,33 @@ def test_no_end_token_is_refused(tmp_path: Path) -> None:
 def test_preparing_imports_no_torch() -> None:
     code = "import sys, k3train.data.prepare, k3train.data.bundled; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_placeholder_of_images(tmp_path: Path) -> None:
+    byte = load_tokenizer("byte", "<image>")
+    assert byte.image_id == 257 and byte.encode("<image>") == list(b"<image>")
+    assert byte.decode([65, 257, 66]) == "AB"
+    ranks = write_ranks(tmp_path / "plain.tiktoken")
+    assert load_tokenizer(str(ranks)).image_id == 256 + 21
+    hf = write_hf(tmp_path / "tokenizer.json", ("[EOS]", "[PAD]", "<image>", "<picture>"))
+    assert (load_tokenizer(str(hf)).image_id, load_tokenizer(str(hf), "<picture>").image_id) == (258, 259)
+    assert 258 not in load_tokenizer(str(hf)).encode("an <image> in text")
+    assert load_tokenizer(str(hf)).fingerprint == load_tokenizer(str(hf), "<picture>").fingerprint
+
+
+def test_placeholders_that_cannot_be(tmp_path: Path) -> None:
+    without = write_hf(tmp_path / "tokenizer.json")
+    assert load_tokenizer(str(without)).image_id is None
+    with pytest.raises(UserError, match="no placeholder for images; name a special token"):
+        image_placeholder(load_tokenizer(str(without)))
+    with pytest.raises(UserError, match="image_token=<img> is no special token"):
+        load_tokenizer(str(without), "<img>")
+    with pytest.raises(UserError, match=r"image_token=<img>; the byte tokenizer has <image> only"):
+        load_tokenizer("byte", "<img>")
+    inner = tokenizers.Tokenizer.from_file(str(without))
+    inner.add_tokens(["<image>"])
+    inner.save(str(without))
+    # Added, but not special: text that holds the name would become an image.
+    assert load_tokenizer(str(without)).image_id is None
+    with pytest.raises(UserError, match="image_token=<image> is part of plain text"):
+        load_tokenizer(str(without), "<image>")

@@ -48,7 +48,7 @@ def test_table_agrees_with_the_package_s_own_requirements() -> None:
         if package.below:
             assert not requirement.specifier.contains(f"{package.below}.0"), name
     extras = project["optional-dependencies"]
-    optional = {Requirement(line).name for line in [*extras["gpu"], *extras["nvme"]]}
+    optional = {Requirement(line).name for line in [*extras["gpu"], *extras["nvme"], *extras["energon"]]}
     assert {package.name for package in doctor.PACKAGES if not package.required} == optional | {
         "triton",
         "apex",
@@ -136,7 +136,7 @@ def test_json_holds_everything_and_the_exit_status_follows_it() -> None:
     assert [entry["name"] for entry in found["packages"]] == list(BY_NAME)
     assert found["machine"]["memory_bytes"] > found["machine"]["memory_free_bytes"] > 0
     usable = {entry["operator"] for entry in found["operators"] if entry["available"]}
-    assert usable == {"kda", "short_conv", "attn_res", "situ", "attention", "linear"}
+    assert usable == {"kda", "short_conv", "attn_res", "situ", "attention", "linear", "item_attention"}
 
 
 def test_text_appears_before_torch_and_says_why_not(

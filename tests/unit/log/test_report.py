@@ -174,6 +174,25 @@ def test_events_and_checkpoints_are_listed(tmp_path):
     assert "a plain sentence" in text
 
 
+def test_a_recorded_timeline_is_drawn_beside_its_plan(tmp_path):
+    fill(tmp_path, 3)
+    ranks = [
+        [["F", 0, 0, 0.0, 1.0], ["F", 0, 1, 1.0, 2.0], ["B", 0, 0, 5.0, 7.0], ["B", 0, 1, 8.0, 10.0]],
+        [["F", 0, 0, 1.0, 2.0], ["B", 0, 0, 2.0, 4.0], ["F", 0, 1, 4.0, 5.0], ["B", 0, 1, 5.0, 7.0]],
+    ]
+    content = {"schema": 1, "pipeline": 2, "virtual": 1, "microbatches": 2}
+    content["steps"] = [{"step": 3, "ranks": ranks}]
+    (tmp_path / "timeline.json").write_text(json.dumps(content))
+    text, page = report(tmp_path)
+    # Rank 0 could end after 9 of the 10 seconds that it took; both work for 6.
+    assert "<td>0</td><td>33.3%</td><td>40.0%</td><td>+6.7</td>" in text
+    assert {"Pipeline", "Planned", "Measured"} <= set(page.headings)
+    assert text.count('class="timeline"') == 2
+    assert not re.search(r"https?://|@import|url\(", text)
+    (tmp_path / "timeline.json").write_text("{}")
+    assert "Pipeline" not in report(tmp_path)[1].headings
+
+
 def test_a_panel_with_a_value_that_is_not_positive_has_no_log_scale():
     panel = PANELS[0]
     both = panel_figure(panel, [Series("loss", [(1, 1.0), (2, 0.5)])], (1, 2))

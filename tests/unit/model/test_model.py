@@ -6,7 +6,6 @@ import math
 
 import torch
 
-from k3train.model.attn_res import ResidualState
 from k3train.model.init import DT_MAX, DT_MIN, inverse_softplus_bias
 from k3train.model.mtp import mtp_targets
 from k3train.model.naming import global_name
@@ -42,16 +41,6 @@ def test_mtp_predicts_the_token_after_the_next_inside_a_document() -> None:
     assert targets[0, :4].tolist() == [12, 13, 14, 15]
     # Position 1 reads the embedding of another document, 3 has a masked target, 4 has none.
     assert kept.tolist() == [[1, 0, 1, 0, 0]]
-
-
-def test_residual_state_survives_packing_with_its_gradients() -> None:
-    rows = [torch.randn(3, 2, 4, requires_grad=True) for _ in range(3)]
-    packed = ResidualState(tuple(rows[:2]), rows[2]).pack(5)
-    assert packed.shape == (3, 2, 20) and not packed[..., 12:].any()
-    state = ResidualState.unpack(packed, 3, 4)
-    assert all(torch.equal(a, b) for a, b in zip(state.sources, rows, strict=True))
-    (state.bank[1] * 2 + state.running).sum().backward()
-    assert [row.grad.unique().tolist() for row in rows] == [[0.0], [2.0], [1.0]]
 
 
 def test_one_name_for_an_expert_in_every_layout() -> None:

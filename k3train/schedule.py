@@ -1,0 +1,340 @@
+"""The pipeline of a configuration: its table, the AttnRes rows that travel in it, what its operations cost.
+
+The planner simulates what stands here, the training loop executes it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from parallel.pipeline.build import ScheduleError, build
+from parallel.pipeline.rows import RowPlan
+from parallel.pipeline.simulate import Costs, Timeline, simulate, uniform
+from parallel.pipeline.table import Layout, Table
+from parallel.pipeline.vision_fill import (
+    CapError,
+    Progress,
+    fill,
+    hidden_fraction,
+    inline,
+    phase,
+    plan_parts,
+)
+from parallel.topology import Topology, split_layers
+
+from .config import Config
+from .errors import UserError
+from .flops import BACKWARD_OVER_FORWARD, layer_flops, output_flops
+from .image_load import ImageLoad, default_load
+from .memory import memory_for_plan, rank_memory, tokens_per_microbatch, vision_again, vision_kept
+from .traffic import exchange_seconds, hop_seconds, moe_layers
+from .vision_shapes import Grid, image_cost
+
+EFFICIENCY = 0.4
+"""Share of a rank's peak that computation is to reach; public MoE runs on H100 end at 0.16 to 0.40."""
+
+TERA = 1e12
+
+WITHOUT_WEIGHTS = ("kda_core", "mla_core", "attn_res")
+"""Sites of `flops.layer_flops` whose backward has next to no gradients of weights, which could wait."""
+
+
+Bundles = list[list[list[int]]]
+"""For each micro-batch, for each part of its images: the items of that part."""
+
+
+@dataclass(frozen=True)
+class VisionPlan:
+    """The tower's share of a timeline."""
+
+    load: ImageLoad
+    """Images of every micro-batch."""
+    bundles: Bundles
+    mode: str
+    seconds: float
+    """Of all the tower's operations in a step, over all pipeline ranks."""
+    hidden_fraction: float
+    makespans: dict[str, float]
+    """Of `vision.mode`, of "inline" and "phase", and of "none": the language model alone."""
+    room: float
+    """Images of a micro-batch whose work takes as long as the language model idles: no more can be hidden."""
+    measured: bool
+    """Whether `seconds` are those of a run."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A table's timeline; `unit` is "s", or "units" where chunks were taken as equal."""
+
+    timeline: Timeline
+    unit: str
+    vision: VisionPlan | None = None
+
+    @property
+    def schedule(self) -> str:
+        """Name of the language model's order, without what vision adds to the table's."""
+        return self.timeline.table.name.partition(" + ")[0]
+
+
+def layer_cuts(config: Config, topology: Topology) -> list[range]:
+    """Layers of each stage in the order of the forward pass. Raises LayoutError."""
+    return split_layers(config.model.num_layers, topology.num_chunks, config.parallel.layers_per_chunk)
+
+
+def pipeline_table(
+    config: Config, topology: Topology, schedule: str | None = None, *, microbatches: int | None = None
+) -> Table:
+    """The order of a training step: 1F1B with one chunk on a rank, interleaved 1F1B with more.
+
+    Args:
+        schedule: one of `parallel.pipeline.build.SCHEDULES`, to look at another one.
+        microbatches: `run.microbatches`, where left out.
+
+    Raises:
+        UserError: the schedule does not exist, or needs another number of chunks.
+    """
+    name = schedule or ("1f1b" if topology.virtual == 1 else "interleaved")
+    try:
+        return build(name, topology.pipeline, topology.virtual, microbatches or config.run.microbatches)
+    except ScheduleError as error:
+        raise UserError(f"schedule={name}: {error}") from error
+
+
+def vision_table(
+    config: Config,
+    table: Table,
+    costs: Costs,
+    grids: Sequence[Sequence[Grid]],
+    topology: Topology,
+    *,
+    measured: tuple[float, float] | None = None,
+    progress: Progress | None = None,
+    strict: bool = False,
+) -> tuple[Table, Costs, Bundles]:
+    """The table with the vision tower where `vision.mode` puts it.
+
+    In bubbles it holds no more activations at once than `memory.memory_for_plan` leaves, if that can be.
+
+    Args:
+        costs: of the language model's stages, seconds.
+        grids: (t, h, w) of every item, by micro-batch.
+        measured: mean seconds of the tower's forward and backward of a micro-batch in a run, spread over the
+            parts by FLOPs; their FLOPs at `EFFICIENCY` where left out.
+        progress: told how far the filling of bubbles has come.
+        strict: refuse a table that holds more, instead of taking the fastest one.
+
+    Returns:
+        the table, the costs with those of every part, and which items are in which part.
+
+    Raises:
+        CapError: `strict`, and no fill keeps within memory.
+    """
+    vision, out_size = config.vision, config.model.hidden_size
+    work = [[image_cost(vision, out_size, grid) for grid in row] for row in grids]
+    bundles = (
+        [[list(range(len(row)))] if row else [] for row in work]
+        if vision.mode == "inline"
+        else plan_parts(work, table.layout.pipeline)
+    )
+    forward_rate, backward_rate = _vision_rates(config, work, measured)
+    flops = [
+        [sum(row[item] for item in part) for part in parts] for row, parts in zip(work, bundles, strict=True)
+    ]
+    costs = replace(
+        costs,
+        vision_forward=[[forward_rate * cost for cost in row] for row in flops],
+        vision_backward=[[backward_rate * cost for cost in row] for row in flops],
+    )
+    if vision.mode == "inline":
+        return inline(table, [len(row) for row in bundles]), costs, bundles
+    if vision.mode == "phase":
+        return phase(table, costs), costs, bundles
+    sizes, cap = _vision_cap(config, table, grids, bundles, topology)
+    try:
+        return fill(table, costs, cap=cap, sizes=sizes, progress=progress), costs, bundles
+    except CapError:
+        if strict:
+            raise
+        return fill(table, costs, progress=progress), costs, bundles
+
+
+def _vision_cap(
+    config: Config, table: Table, grids: Sequence[Sequence[Grid]], bundles: Bundles, topology: Topology
+) -> tuple[list[list[int]], int | None]:
+    """Bytes that each part holds, and what any rank has left for them; None where all of them fit on one."""
+    parts = [
+        [[row[item] for item in part] for part in each] for row, each in zip(grids, bundles, strict=True)
+    ]
+    sizes = [[vision_kept(config, part) for part in each] for each in parts]
+    cuts = layer_cuts(config, topology)
+    rows = row_plan(config, topology, cuts, vee=table.layout.vee)
+    ledgers = rank_memory(config, topology, cuts, table, rows, parts)
+    room = memory_for_plan(config) - max(sum(held.values()) for held in ledgers)
+    room -= max((vision_again(config, part) for each in parts for part in each), default=0)
+    return sizes, None if sum(map(sum, sizes)) <= room else max(room, 0)
+
+
+def _vision_rates(
+    config: Config, work: Sequence[Sequence[float]], measured: tuple[float, float] | None
+) -> tuple[float, float]:
+    """Seconds of the tower's forward and of its backward for each forward FLOP."""
+    if measured is not None:
+        mean = sum(map(sum, work)) / len(work)
+        return measured[0] / mean, measured[1] / mean
+    second = 1 / (config.cluster.peak_tflops * TERA * EFFICIENCY)
+    return second, second * (BACKWARD_OVER_FORWARD + bool(config.vision.recompute))
+
+
+def row_plan(config: Config, topology: Topology, cuts: list[range], *, vee: bool = False) -> RowPlan:
+    """Row j of the AttnRes bank is made where layer j * model.attn_res_block_size is, row 0 the embedding."""
+    starts = range(0, config.model.num_layers, config.model.attn_res_block_size)
+    made = tuple(next(stage for stage, cut in enumerate(cuts) if layer in cut) for layer in starts)
+    layout = Layout(topology.pipeline, topology.virtual, config.run.microbatches, vee)
+    return RowPlan(layout, made)
+
+
+def stage_costs(config: Config, topology: Topology, cuts: list[range], rows: RowPlan | None = None) -> Costs:
+    """Seconds that each stage takes for a micro-batch, from its FLOPs and its expert exchanges.
+
+    Every message takes as long as the widest one of `rows`, the configuration's own plan where left out.
+    """
+    rows = rows or row_plan(config, topology, cuts)
+    token_seconds = tokens_per_microbatch(config) / (config.cluster.peak_tflops * TERA * EFFICIENCY)
+    exchange = [2 * moe_layers(config.model, cut) * exchange_seconds(config, topology) for cut in cuts]
+    again = config.model.recompute == "layer"
+    forward, backward, weight = stage_flops(config, cuts)
+    return Costs(
+        forward=[token_seconds * work + travel for work, travel in zip(forward, exchange, strict=True)],
+        backward=[
+            token_seconds * work + travel * (1 + again)
+            for work, travel in zip(backward, exchange, strict=True)
+        ],
+        weight=[token_seconds * work for work in weight],
+        hop=hop_seconds(config, topology, max(map(rows.width, range(1, len(cuts))), default=0)),
+    )
+
+
+def stage_flops(config: Config, cuts: list[range]) -> tuple[list[float], list[float], list[float]]:
+    """FLOPs of each stage for one token: forward, backward with recomputation, the weights' part of it."""
+    model, length = config.model, config.data.sequence_length
+    sites = [[layer_flops(model, layer, length) for layer in cut] for cut in cuts]
+    layers = [sum(sum(spent.values()) for spent in stage) for stage in sites]
+    weight = [
+        sum(work for spent in stage for site, work in spent.items() if site not in WITHOUT_WEIGHTS)
+        for stage in sites
+    ]
+    output = output_flops(model, length)
+    forward, repeated = list(layers), list(layers)
+    forward[-1] += sum(output.values())
+    weight[-1] += sum(work for site, work in output.items() if site not in WITHOUT_WEIGHTS)
+    if model.mtp_layers:
+        # Its fusion and its head are not recomputed.
+        repeated[-1] += output["mtp"] - output["head"] - 4 * model.hidden_size**2
+    again = model.recompute == "layer"
+    backward = [
+        BACKWARD_OVER_FORWARD * ahead + again * repeat
+        for ahead, repeat in zip(forward, repeated, strict=True)
+    ]
+    return forward, backward, weight
+
+
+def simulation(
+    config: Config,
+    topology: Topology,
+    *,
+    schedule: str | None = None,
+    equal_chunks: bool = False,
+    measured: Costs | None = None,
+    measured_vision: tuple[float, float] | None = None,
+    load: ImageLoad | None = None,
+    progress: Progress | None = None,
+) -> Simulation:
+    """The timeline of one step, with the vision tower where the configuration has one.
+
+    Args:
+        equal_chunks: every chunk's forward takes 1, its backward 2, messages nothing; no tower.
+        measured: seconds of each stage's operations in a run of this layout.
+        measured_vision: mean seconds of the tower's forward and backward of a micro-batch in that run.
+        load: images of every micro-batch, `image_load.default_load` where left out.
+        progress: see `vision_table`.
+    """
+    table = pipeline_table(config, topology, schedule)
+    if equal_chunks:
+        return Simulation(simulate(table, uniform(table.layout)), "units")
+    cuts = layer_cuts(config, topology)
+    costs = stage_costs(config, topology, cuts, row_plan(config, topology, cuts, vee=table.layout.vee))
+    if measured is not None:
+        costs = measured if measured.weight else replace(measured, weight=_weight_share(costs, measured))
+    if not config.vision.enabled:
+        return Simulation(simulate(table, costs), "s")
+    load = load or default_load(config)
+    return _with_vision(config, topology, table, costs, load, measured_vision, progress)
+
+
+def _with_vision(
+    config: Config,
+    topology: Topology,
+    table: Table,
+    costs: Costs,
+    load: ImageLoad,
+    measured: tuple[float, float] | None,
+    progress: Progress | None,
+) -> Simulation:
+    """The timeline with the tower, beside those of the simple ways to place it."""
+    grids = [load.grids] * table.layout.microbatches
+    alone = simulate(table, replace(costs, vision_forward=(), vision_backward=()))
+    found = {}
+    for mode in dict.fromkeys((config.vision.mode, "inline", "phase")):
+        other = replace(config, vision=replace(config.vision, mode=mode))
+        found[mode] = vision_table(other, table, costs, grids, topology, measured=measured, progress=progress)
+    timelines = {mode: simulate(placed, spent) for mode, (placed, spent, _) in found.items()}
+    placed, spent, bundles = found[config.vision.mode]
+    seconds = sum(map(sum, spent.vision_forward)) + sum(map(sum, spent.vision_backward))
+    idle = sum(map(alone.idle, range(table.layout.pipeline)))
+    vision = VisionPlan(
+        load=load,
+        bundles=bundles,
+        mode=config.vision.mode,
+        seconds=seconds,
+        hidden_fraction=hidden_fraction(placed, spent),
+        makespans={mode: float(timeline.makespan) for mode, timeline in timelines.items()}
+        | {"none": float(alone.makespan)},
+        room=load.count * idle / seconds,
+        measured=measured is not None,
+    )
+    return Simulation(timelines[config.vision.mode], "s", vision)
+
+
+def _weight_share(costs: Costs, measured: Costs) -> list[float]:
+    """The weights' part of measured whole backwards, as large as in the planned ones."""
+    triples = zip(measured.backward, costs.weight, costs.backward, strict=True)
+    return [whole * part / planned for whole, part, planned in triples]
+
+
+def attn_res_rows(rows: RowPlan) -> dict[str, dict[str, int]]:
+    """Rows that cross ranks forward for one micro-batch: on the real cuts, and if each stage made one row.
+
+    `cached`: a rank keeps the rows it received and the rows it made, as the executor does; `published`: those
+    it received alone; `naive`: every message carries the whole bank.
+    """
+    one_a_stage = replace(rows, made=tuple(range(rows.layout.stages)))
+    return {"real_cuts": _sent(rows), "row_a_stage": _sent(one_a_stage)}
+
+
+def _sent(rows: RowPlan) -> dict[str, int]:
+    return {
+        "cached": rows.rows_sent(),
+        "published": _published(rows),
+        "naive": replace(rows, cache=False).rows_sent(),
+    }
+
+
+def _published(rows: RowPlan) -> int:
+    layout, sent = rows.layout, 0
+    for stage in range(1, layout.stages):
+        rank, chunk = layout.home(stage)
+        if rank != layout.home(stage - 1)[0]:
+            present = rows.known(layout.stage(rank, chunk - 1)) if chunk else 0
+            sent += rows.known(stage) - present
+    return sent

@@ -1,0 +1,103 @@
+"""Runs a step's micro-batches through the pipeline's table, and keeps what it measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+from parallel.groups import Groups
+from parallel.pipeline.build import forward_only as without_backward
+from parallel.pipeline.build import with_reductions
+from parallel.pipeline.check import check
+from parallel.pipeline.clock import StepClock
+from parallel.pipeline.runtime import TableExecutor
+from parallel.pipeline.table import Table
+from parallel.pipeline.wires import Wires, open_wires
+
+from ..config import Config
+from ..schedule import Bundles, layer_cuts, pipeline_table, row_plan, stage_costs, vision_table
+from ..vision_shapes import Grid
+from .tower import Tower
+
+KEPT = 64
+"""Executors that are kept: micro-batches with other images need other tables."""
+
+
+class Pipeline:
+    """One rank's executors, one for each kind of step that it has met."""
+
+    def __init__(self, config: Config, groups: Groups, tower: Tower | None = None) -> None:
+        self.config, self.groups, self.tower = config, groups, tower
+        self.clock: StepClock | None = None
+        """Set for a step that is to be measured."""
+        self.executors: dict[Any, TableExecutor] = {}
+        self._bundles: dict[Any, Bundles] = {}
+
+    def run(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        batches: list[Any],
+        chunks: list[Any],
+        forward_only: bool = False,
+    ) -> list[Any]:
+        """Every micro-batch through every chunk, and back unless `forward_only`; a collective.
+
+        Returns what the loss function reported for each micro-batch on the rank of the last stage, else [].
+        """
+        data = self.config.data
+        executor = self._executor(batches, forward_only)
+        executor.clock = self.clock
+        return executor(
+            forward_step_func=forward_step_func,
+            data_iterator=[iter(batches) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(batches),
+            seq_length=data.sequence_length,
+            micro_batch_size=data.micro_batch_size,
+            forward_only=forward_only,
+            pg_collection=self.groups.pg_collection,
+            tower=self.tower,
+        )
+
+    @cached_property
+    def wires(self) -> Wires | None:
+        """This rank's connections to its neighbours; a collective over all ranks when first used."""
+        topology = self.groups.topology
+        if topology.pipeline == 1:
+            return None
+        return open_wires(
+            self.groups.pg_collection.pp, topology.groups("pipeline"), vision=self.tower is not None
+        )
+
+    def table(self, grids: Sequence[Sequence[Grid]]) -> tuple[Table, Bundles]:
+        """The training table of micro-batches with these images, and which image is in which part."""
+        topology = self.groups.topology
+        bundles: Bundles = []
+        table = pipeline_table(self.config, topology, microbatches=len(grids))
+        if self.tower is not None:
+            costs = stage_costs(self.config, topology, layer_cuts(self.config, topology))
+            table, _, bundles = vision_table(self.config, table, costs, grids, topology)
+        return with_reductions(table), bundles
+
+    def _executor(self, batches: list[Any], forward_only: bool) -> TableExecutor:
+        grids = tuple(tuple(batch.get("grids", ())) for batch in batches)
+        key = grids, forward_only
+        if key not in self.executors:
+            if len(self.executors) >= KEPT:
+                self.executors.clear()
+            table, self._bundles[grids] = self.table(grids)
+            self.executors[key] = self._build(table, forward_only)
+        if self.tower is not None:
+            self.tower.load(batches, self._bundles[grids])
+        return self.executors[key]
+
+    def _build(self, table: Table, forward_only: bool) -> TableExecutor:
+        topology = self.groups.topology
+        rows = row_plan(self.config, topology, layer_cuts(self.config, topology))
+        # That the program's posts end under any transport follows from its order: seen once, it is enough.
+        check(table, rows=rows, transport=not self.executors)
+        if forward_only:
+            table = without_backward(table)
+        return TableExecutor(table, rows, self.wires, self.groups.pg_collection.pp.rank())

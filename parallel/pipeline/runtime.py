@@ -1,0 +1,335 @@
+"""Executes a table with megatron-core's forward and backward step; stands in for its forward_backward_func.
+
+Every rank walks its program: post receives and sends in the global order, wait for an input just before it
+is used, run the operation. What a model chunk gets and gives is a list of sources, bank rows and a running
+tensor [s, b, d] each; `bank.RowBank` turns them into the one tensor that travels. The first stage gets the
+features of the micro-batch's images instead, or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from megatron.core.pipeline_parallel.schedules import (
+    backward_step,
+    deallocate_output_tensor,
+    forward_step,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+from torch import Tensor, nn
+
+from .bank import RowBank
+from .clock import StepClock
+from .messages import Message, Step, consumes, programs
+from .rows import RowPlan
+from .simulate import simulate, uniform
+from .table import (
+    BACKWARD,
+    FORWARD,
+    PREFETCH,
+    REDUCE,
+    RELEASE,
+    TOWER,
+    VISION_BACKWARD,
+    VISION_FORWARD,
+    WEIGHT,
+    Op,
+    Table,
+)
+from .wires import Wires
+
+Place = tuple[int, int]
+"""(chunk or part, micro-batch)"""
+
+
+class Tower(Protocol):
+    """The vision tower as the executor sees it."""
+
+    def shape(self, microbatch: int, part: int) -> tuple[int, ...]:
+        """Shape of the features that `forward` gives, known on every rank."""
+        ...
+
+    def forward(self, microbatch: int, part: int) -> Tensor:
+        """Features of part of a micro-batch's images, with their graph."""
+        ...
+
+    def reduce(self) -> None:
+        """Start summing the tower's gradients."""
+        ...
+
+
+class Moves(Protocol):
+    """What gives away and brings back the tensors that a forward saved."""
+
+    def release(self, chunk: int, microbatch: int) -> None: ...
+
+    def prefetch(self, chunk: int, microbatch: int) -> None: ...
+
+
+@dataclass
+class _State:
+    """Of one step."""
+
+    inputs: dict[Place, Tensor | None]
+    outputs: dict[Place, Tensor]
+    features: dict[Place, Tensor]
+    arrived: dict[Message, Tensor]
+    local: dict[Message, Tensor]
+    reports: list[Any]
+    tokens: Tensor
+
+
+class TableExecutor:
+    """One rank's part of a table. Built once, called for every step."""
+
+    def __init__(
+        self,
+        table: Table,
+        rows: RowPlan,
+        wires: Wires | None,
+        rank: int,
+        *,
+        moves: Moves | None = None,
+    ) -> None:
+        """Plan the transfers of `table`; `wires` may be None with one pipeline rank.
+
+        Raises:
+            NotImplementedError: the table splits the backward, which the chunks' autograd graphs do not.
+        """
+        if table.splits_backward:
+            raise NotImplementedError(
+                f"schedule {table.name} splits the backward: it can be planned and drawn, not run"
+            )
+        assert wires is not None or table.layout.pipeline == 1
+        self.table, self.rows, self.wires, self.rank, self.moves = table, rows, wires, rank, moves
+        timeline = simulate(table, uniform(table.layout, parts=table.parts))
+        self.program: list[Step] = programs(table, timeline)[rank]
+        self.clock: StepClock | None = None
+        self._run: dict[str, Callable[[Op], None]] = {
+            FORWARD: self._forward,
+            BACKWARD: self._backward,
+            VISION_FORWARD: self._vision_forward,
+            VISION_BACKWARD: self._vision_backward,
+            REDUCE: self._reduce,
+            PREFETCH: self._move,
+            RELEASE: self._move,
+        }
+        assert WEIGHT not in self._run
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Iterator[Any] | list[Iterator[Any]],
+        model: nn.Module | list[nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        forward_only: bool = False,
+        pg_collection: ProcessGroupCollection,
+        force_all_reduce: bool = False,
+        tower: Tower | None = None,
+    ) -> list[Any]:
+        """megatron-core's forward_backward_func, with the keywords that apply.
+
+        Returns what the loss function reported for each micro-batch on the rank of the last stage, else [].
+        """
+        layout = self.table.layout
+        assert num_microbatches == layout.microbatches, (num_microbatches, layout.microbatches)
+        assert forward_only == all(op.kind in (FORWARD, VISION_FORWARD) for op in self.table.ranks[self.rank])
+        self._chunks = model if isinstance(model, list) else [model]
+        self._data = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        assert len(self._chunks) == len(self._data) == layout.virtual
+        self._config = get_model_config(self._chunks[0])
+        self._forward_step_func, self._forward_only = forward_step_func, forward_only
+        self._context_size, self._tower = pg_collection.cp.size(), tower
+        self._shape = (seq_length // self._context_size, micro_batch_size, self._config.hidden_size)
+        self._device = next(self._chunks[0].parameters()).device
+        self._bank = RowBank(self.rows, self.rank)
+        tokens = torch.zeros([], dtype=torch.int, device=self._device)
+        self._state = state = _State({}, {}, {}, {}, {}, [], tokens)
+        with (self._config.no_sync_func or nullcontext)():
+            self._walk()
+        assert self._bank.is_empty and not (state.inputs or state.outputs or state.features), "left over"
+        assert not (state.arrived or state.local), "messages that nobody used"
+        if self._config.finalize_model_grads_func is not None and not forward_only:
+            self._config.finalize_model_grads_func(
+                self._chunks,
+                state.tokens if self._config.calculate_per_token_loss else None,
+                pg_collection=pg_collection,
+                force_all_reduce=force_all_reduce,
+            )
+        reports = state.reports
+        del self._state, self._bank
+        return reports
+
+    def _walk(self) -> None:
+        for action, item in self.program:
+            if isinstance(item, Op):
+                self._timed(item)
+                continue
+            assert self.wires is not None
+            if action == "recv":
+                self.wires.receive(item, self._message_shape(item), self._dtype, self._device)
+            elif action == "wait":
+                self._state.arrived[item] = self.wires.wait(item)
+            else:
+                assert action == "send", action
+                self.wires.send(item, self._state.local.pop(item))
+        if self.wires is not None:
+            self.wires.finish()
+
+    def _timed(self, op: Op) -> None:
+        if self.clock is None:
+            self._run[op.kind](op)
+            return
+        with self.clock.measure(op):
+            self._run[op.kind](op)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._config.params_dtype  # type: ignore[no-any-return]
+
+    def _message_shape(self, message: Message) -> tuple[int, ...]:
+        if message.flow == "activation":
+            return self._edge_shape(message.stage)
+        if message.flow == "gradient":
+            return self._edge_shape(message.stage + 1)
+        assert self._tower is not None
+        return self._tower.shape(message.microbatch, message.stage)
+
+    def _edge_shape(self, stage: int) -> tuple[int, ...]:
+        """Shape of the message into a stage, and of its gradient."""
+        s, b, hidden_size = self._shape
+        return s, b, self.rows.width(stage) * hidden_size
+
+    def _take(self, op: Op, flow: str) -> dict[int, Tensor]:
+        """What an operation consumes of a flow, by stage or part: off the wire, or from this rank."""
+        found = {}
+        for message in consumes(self.table, self.rank, op):
+            if message.flow == flow:
+                found[message.stage] = self._state.arrived.pop(message)
+        for message in [held for held in self._state.local if held.target == self.rank == held.source]:
+            if message.flow == flow and self._is_for(message, op):
+                found[message.stage] = self._state.local.pop(message)
+        return found
+
+    def _is_for(self, message: Message, op: Op) -> bool:
+        if message.microbatch != op.microbatch:
+            return False
+        if message.flow == "embedding":
+            return True
+        if message.flow == "embedding_gradient":
+            return message.stage == op.chunk
+        return message.stage == self.table.layout.stage(self.rank, op.chunk)
+
+    def _give(self, flow: str, target: int, stage: int, microbatch: int, tensor: Tensor) -> None:
+        self._state.local[Message(flow, self.rank, target, stage, microbatch)] = tensor
+
+    def _forward(self, op: Op) -> None:
+        layout, state = self.table.layout, self._state
+        stage = layout.stage(self.rank, op.chunk)
+        last = stage == layout.stages - 1
+        place = op.chunk, op.microbatch
+        received = self._input(op, stage)
+        sources: Sequence[Tensor | None] = [received]
+        if stage:
+            assert received is not None
+            sources = self._bank.enter(stage, op.microbatch, received)
+
+        def step(data: Iterator[Any], model: nn.Module) -> tuple[Any, Any]:
+            output, loss = self._forward_step_func(data, model)
+            return (output if last else self._bank.leave(stage, op.microbatch, output)), loss
+
+        (output,), tokens = forward_step(
+            step,
+            self._data[op.chunk],
+            self._chunks[op.chunk],
+            layout.microbatches,
+            sources,
+            state.reports,
+            self._config,
+            self._context_size,
+            is_first_microbatch=op.microbatch == 0 and not self._forward_only,
+            current_microbatch=op.microbatch,
+            vp_stage=op.chunk if layout.virtual > 1 else None,
+            is_last_stage=last,
+        )
+        state.tokens += tokens
+        if not last:
+            self._give("activation", layout.home(stage + 1)[0], stage + 1, op.microbatch, output.detach())
+        if self._forward_only:
+            if op.chunk == layout.virtual - 1:
+                self._bank.forget(op.microbatch)
+            return
+        if not last:
+            deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+        state.inputs[place], state.outputs[place] = received, output
+
+    def _input(self, op: Op, stage: int) -> Tensor | None:
+        """What a forward starts from, a leaf: the message of the stage before, or image features."""
+        if stage:
+            (received,) = self._take(op, "activation").values()
+        else:
+            parts = self._take(op, "embedding")
+            if not parts:
+                return None
+            received = torch.cat([parts[part] for part in sorted(parts)])
+        return received if self._forward_only else received.requires_grad_()
+
+    def _backward(self, op: Op) -> None:
+        layout, state = self.table.layout, self._state
+        stage = layout.stage(self.rank, op.chunk)
+        place = op.chunk, op.microbatch
+        gradient = None
+        if stage < layout.stages - 1:
+            (gradient,) = self._take(op, "gradient").values()
+        received, output = state.inputs.pop(place), state.outputs.pop(place)
+        (gradient,) = backward_step([received], output, gradient, self._config)
+        self._bank.collect(stage, op.microbatch, gradient if stage else None)
+        if stage:
+            assert gradient is not None
+            self._give("gradient", layout.home(stage - 1)[0], stage - 1, op.microbatch, gradient)
+        elif received is not None:
+            assert gradient is not None
+            self._give_features_back(op.microbatch, gradient)
+
+    def _give_features_back(self, microbatch: int, gradient: Tensor) -> None:
+        """Hand the gradient of each part's features to the rank that made them."""
+        assert self._tower is not None
+        parts = range(self.table.parts[microbatch])
+        sizes = [self._tower.shape(microbatch, part)[0] for part in parts]
+        for part, piece in zip(parts, gradient.split(sizes), strict=True):
+            target = self.table.tower_rank[microbatch, part]
+            self._give("embedding_gradient", target, part, microbatch, piece.contiguous())
+
+    def _vision_forward(self, op: Op) -> None:
+        assert self._tower is not None
+        features = self._tower.forward(op.microbatch, op.chunk)
+        if not self._forward_only:
+            self._state.features[op.chunk, op.microbatch] = features
+        target = self.table.layout.home(0)[0]
+        self._give("embedding", target, op.chunk, op.microbatch, features.detach())
+
+    def _vision_backward(self, op: Op) -> None:
+        (gradient,) = self._take(op, "embedding_gradient").values()
+        features = self._state.features.pop((op.chunk, op.microbatch))
+        if features.requires_grad:
+            torch.autograd.backward(features, gradient)
+
+    def _move(self, op: Op) -> None:
+        if self.moves is not None:
+            move = self.moves.release if op.kind == RELEASE else self.moves.prefetch
+            move(op.chunk, op.microbatch)
+
+    def _reduce(self, op: Op) -> None:
+        if op.chunk != TOWER:
+            wrapped: Any = self._chunks[op.chunk]
+            wrapped.start_grad_sync()
+        elif self._tower is not None:
+            self._tower.reduce()

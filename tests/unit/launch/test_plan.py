@@ -1,0 +1,123 @@
+import json
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from PIL import Image
+
+from k3train.log.timeline import Recording, write
+from launch import cli
+from launch.help import verb
+from launch.plan import OPTIONS
+from parallel.pipeline.build import build
+from parallel.pipeline.simulate import Costs, simulate
+
+TINY = ("recipe=tiny", "parallel=pp2_vpp2", "run.microbatches=4")
+
+
+def planned(capsys, *arguments) -> dict:
+    assert cli.main(["plan", *TINY, "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def record(folder: Path, pipeline: int = 2, virtual: int = 2) -> Path:
+    """A run folder in which stage i took (i + 1) seconds forward and twice that backward."""
+    folder.mkdir(parents=True, exist_ok=True)
+    times = [float(stage + 1) for stage in range(pipeline * virtual)]
+    table = build("interleaved" if virtual > 1 else "1f1b", pipeline, virtual, 8)
+    timeline = simulate(table, Costs(times, [2 * time for time in times]))
+    ranks = [
+        [(*op, start, end) for op, start, end in zip(ops, starts, ends, strict=True)]
+        for ops, starts, ends in zip(table.ranks, timeline.starts, timeline.ends, strict=True)
+    ]
+    write(folder, Recording(table.layout, table.name, {1: ranks}))
+    return folder
+
+
+def test_equal_chunks_give_the_closed_formula(capsys) -> None:
+    pipeline = planned(capsys, "costs=uniform")["pipeline"]
+    assert pipeline["bubble_over_compute"] == 1 / 8
+    assert pipeline["schedule"] == "interleaved" and pipeline["idle_seconds"] == [3.0, 3.0]
+
+
+def test_flops_are_what_costs_come_from(capsys) -> None:
+    assert planned(capsys) == planned(capsys, "costs=flops")
+    assert planned(capsys)["pipeline"]["unit"] == "s"
+
+
+def test_other_schedules_can_be_looked_at(capsys) -> None:
+    assert planned(capsys, "schedule=zbv")["pipeline"]["schedule"] == "zbv"
+    gpipe = planned(capsys, "parallel=pp2", "schedule=gpipe", "costs=uniform")["pipeline"]
+    assert gpipe["peak_microbatches"] == [4, 4]
+
+
+def test_costs_of_a_run(capsys, tmp_path) -> None:
+    run = record(tmp_path / "run")
+    found = planned(capsys, f"costs.from={run}")
+    # Of another number of micro-batches than recorded: the stages are what must be the same.
+    assert found["pipeline"]["unit"] == "s"
+    busy = [found["pipeline"]["makespan"] - idle for idle in found["pipeline"]["idle_seconds"]]
+    assert busy == pytest.approx([4 * 3 * (1 + 3), 4 * 3 * (2 + 4)])
+    assert found["step_seconds_by_part"]["pipeline"] == found["pipeline"]["makespan"]
+
+
+def test_pictures_are_written_where_asked(capsys, tmp_path) -> None:
+    run = record(tmp_path / "run")
+    folder = tmp_path / "new" / "pictures"
+    assert cli.main(["plan", *TINY, f"costs.from={run}", f"out={folder}"]) == 0
+    printed = capsys.readouterr().out
+    names = ["timeline.html", "timeline.png", "timeline.svg", "timeline.trace.json"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert all(str(folder / name) in printed for name in names)
+    assert ElementTree.fromstring((folder / "timeline.svg").read_text()).tag.endswith("svg")
+    with Image.open(folder / "timeline.png") as image:
+        assert image.format == "PNG"
+    page = (folder / "timeline.html").read_text()
+    assert "<h2>planned</h2>" in page and "<h2>measured</h2>" in page and "tokens/s" in page
+    trace = json.loads((folder / "timeline.trace.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in trace) == 2 * 2 * 2 * 4
+
+
+def test_nothing_is_written_unasked_and_the_text_says_how(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", *TINY]) == 0
+    printed = capsys.readouterr().out
+    assert "add out=FOLDER" in printed
+    assert list(tmp_path.iterdir()) == []
+    assert all(word in printed for word in ("AttnRes rows", "cached", "published", "naive", "idle"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["cost=uniform"], "cost=uniform: no such key; did you mean costs?"),
+        (["costs=unifrom"], "costs=unifrom: no such costs; valid are flops, uniform, or costs.from=RUN"),
+        (["out="], "out=: has no value; out= takes a folder"),
+        (["schedule=zb2p"], "schedule=zb2p: schedule is 'zb2p'; choose one of gpipe"),
+        (["schedule=1f1b"], "schedule=1f1b: virtual is 2"),
+        (["costs.from=nowhere"], "nowhere/timeline.json: no such file"),
+        (["--draw"], "--draw: not an override"),
+        (
+            ["costs.from=run1"],
+            "parallel.pipeline=4 parallel.virtual=1 were recorded, not 2 and 2",
+        ),
+        (["costs.from=run2", "costs=uniform"], "costs=uniform: stands beside costs.from=run2; leave one out"),
+        (["out=file"], "out=file: cannot be written"),
+    ],
+)
+def test_wrong_arguments_are_one_line(capsys, tmp_path, monkeypatch, arguments, told) -> None:
+    monkeypatch.chdir(tmp_path)
+    record(tmp_path / "run1", 4, 1)
+    record(tmp_path / "run2")
+    (tmp_path / "file").write_text("")
+    assert cli.main(["plan", *TINY, *arguments]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert told in line
+
+
+def test_the_help_lists_the_arguments() -> None:
+    text = verb("plan")
+    assert all(f"{option}=" in text for option in OPTIONS)
+    places = [text.index(f"  {option}=") for option in ("out", "costs", "costs.from", "schedule")]
+    assert all(before < after for before, after in pairwise(places))

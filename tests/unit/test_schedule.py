@@ -1,0 +1,123 @@
+from dataclasses import replace
+
+import pytest
+
+from k3train.config import ClusterConfig, Config, DataConfig, ModelConfig, ParallelConfig, RunConfig
+from k3train.errors import UserError
+from k3train.flops import layer_flops, output_flops, train_flops_per_token
+from k3train.schedule import (
+    EFFICIENCY,
+    attn_res_rows,
+    layer_cuts,
+    pipeline_table,
+    row_plan,
+    simulation,
+    stage_costs,
+    stage_flops,
+)
+from parallel.pipeline.rows import cached_rows, naive_rows, published_rows
+from parallel.pipeline.simulate import Costs, uniform
+from parallel.topology import Topology
+
+MODEL = ModelConfig(vocab_size=4096, num_layers=24, attn_res_block_size=4)
+
+
+def make(pipeline=2, virtual=2, microbatches=4, model=MODEL, **parallel) -> tuple[Config, Topology]:
+    config = Config(
+        run=RunConfig(microbatches=microbatches),
+        model=model,
+        data=DataConfig(sequence_length=256),
+        parallel=ParallelConfig(pipeline=pipeline, virtual=virtual, **parallel),
+        cluster=ClusterConfig(nodes=1),
+    )
+    return config, Topology(pipeline=pipeline, virtual=virtual)
+
+
+def test_the_schedule_follows_the_number_of_chunks() -> None:
+    assert pipeline_table(*make(virtual=1)).name == "1f1b"
+    table = pipeline_table(*make())
+    assert (table.name, table.layout.stages, table.layout.microbatches) == ("interleaved", 4, 4)
+    assert pipeline_table(*make(pipeline=1, virtual=1)).layout.stages == 1
+    assert pipeline_table(*make(), "zbv").layout.vee
+
+
+@pytest.mark.parametrize(
+    ("virtual", "schedule", "told"),
+    [(1, "zb2p", "choose one of gpipe, 1f1b"), (2, "zb1p", "virtual is 2"), (1, "zbv", "virtual is 1")],
+)
+def test_a_schedule_that_does_not_fit_is_refused(virtual, schedule, told) -> None:
+    with pytest.raises(UserError, match=f"schedule={schedule}: .*{told}"):
+        pipeline_table(*make(virtual=virtual), schedule)
+
+
+def test_rows_are_made_where_their_blocks_begin() -> None:
+    config, topology = make(layers_per_chunk=[5, 3, 9, 7])
+    cuts = layer_cuts(config, topology)
+    rows = row_plan(config, topology, cuts)
+    # Layers 0 and 4 lie in stage 0, 8, 12 and 16 in stage 2, 20 in stage 3.
+    assert rows.made == (0, 0, 2, 2, 2, 3)
+    assert rows.layout == pipeline_table(config, topology).layout
+    assert [rows.width(stage) for stage in range(4)] == [1, 3, 1, 4]
+
+
+@pytest.mark.parametrize(("pipeline", "virtual"), [(2, 1), (2, 2), (2, 3), (4, 1), (4, 2), (4, 3)])
+def test_a_row_a_stage_gives_the_closed_formulas(pipeline, virtual) -> None:
+    stages = pipeline * virtual
+    model = replace(MODEL, num_layers=2 * stages, attn_res_block_size=2)
+    config, topology = make(pipeline, virtual, 12, model)
+    sent = attn_res_rows(row_plan(config, topology, layer_cuts(config, topology)))
+    formulas = {
+        "cached": cached_rows(pipeline, virtual),
+        "published": published_rows(pipeline, virtual),
+        "naive": naive_rows(stages),
+    }
+    assert sent == {"real_cuts": formulas, "row_a_stage": formulas}
+
+
+def test_costs_are_the_time_of_the_flops() -> None:
+    config, topology = make(pipeline=1, virtual=1)
+    costs = stage_costs(config, topology, [range(24)])
+    second = EFFICIENCY * config.cluster.peak_tflops * 1e12
+    assert costs.forward[0] + costs.backward[0] == pytest.approx(
+        256 * train_flops_per_token(MODEL, 256) / second
+    )
+    assert costs.hop == 0
+    cut = stage_costs(*make(), [range(6), range(6, 12), range(12, 18), range(18, 24)])
+    assert sum(cut.forward) == pytest.approx(costs.forward[0])
+    # The widest message has rows 0 and 1 (into stage 1) and the running sum.
+    assert cut.hop == pytest.approx(3 * 256 * 256 * 4 / (config.cluster.link_gbps * 1e9))
+
+
+def test_the_weights_part_leaves_the_cores_of_attention_out() -> None:
+    config, topology = make()
+    cuts = layer_cuts(config, topology)
+    forward, backward, weight = stage_flops(config, cuts)
+    spent = [layer_flops(MODEL, layer, 256) for layer in cuts[0]]
+    cores = sum(sites.get(name, 0) for sites in spent for name in ("kda_core", "mla_core", "attn_res"))
+    assert forward[0] - weight[0] == pytest.approx(cores)
+    assert forward[3] - weight[3] > output_flops(MODEL, 256)["attn_res"]
+    assert all(0 < part < whole for part, whole in zip(weight, backward, strict=True))
+
+
+def test_measured_whole_backwards_are_split_as_planned_ones() -> None:
+    config, topology = make(virtual=1)
+    measured = Costs(forward=[1.0, 1.0], backward=[2.0, 4.0])
+    made = simulation(config, topology, schedule="zb1p", measured=measured)
+    assert made.unit == "s"
+    ops = made.timeline.table.ranks[1]
+    times = dict(zip(ops, zip(made.timeline.starts[1], made.timeline.ends[1], strict=True), strict=True))
+    spans = {kind: {round(e - s, 9) for op, (s, e) in times.items() if op.kind == kind} for kind in "FBW"}
+    assert spans["F"] == {1.0}
+    [ahead], [weight] = spans["B"], spans["W"]
+    assert ahead + weight == pytest.approx(4.0)
+    _, backward, parts = stage_flops(config, layer_cuts(config, topology))
+    assert weight / 4 == pytest.approx(parts[1] / backward[1])
+
+
+def test_measured_parts_are_taken_as_they_are() -> None:
+    config, topology = make(virtual=1)
+    measured = uniform(pipeline_table(config, topology).layout, 1, 5, 2)
+    made = simulation(config, topology, schedule="zb1p", measured=measured)
+    kinds = [op.kind for op in made.timeline.table.ranks[0]]
+    first = kinds.index("W")
+    assert made.timeline.ends[0][first] - made.timeline.starts[0][first] == 2
