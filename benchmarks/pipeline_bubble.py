@@ -1,14 +1,14 @@
-"""Idle time of the pipeline's ranks: measured, beside the plan with the costs of the same run, and the formula.
+"""Idle time of the pipeline's ranks: measured, beside the plan with costs of the same run, and the formula.
 
-Workload: the recipe's model (tiny, on two CPU ranks of one core; h200_small with fewer layers on two GPUs) and
-random tokens, PP2 with 1 and 2 chunks on each rank. A step is forward and backward of all micro-batches. The
-plan simulates the same table with the medians of what each stage's operations took; `points` is the largest
-difference in idle share of any rank, in percentage points, and messages are in it. `formula` is (p-1)/(v m),
-the idle time over the work if all chunks were equal, `planned bubble` the plan's. Steps through
-megatron-core's own schedule, which sends the whole AttnRes bank on every edge, alternate with those of the
-table; `ratio` is the table's median time over megatron-core's. `core share` is CPU time over the time of the
-operations: well below 1, the machine was not free. Idle shares come from the undisturbed `steps` (a share of
-0.9 or more), the ratio from all.
+Workload: the recipe's model (tiny, on two CPU ranks of one core; h200_small with fewer layers on two GPUs) of
+text and random tokens, PP2 with 1 and 2 chunks on each rank. A step is forward and backward of all
+micro-batches. The plan simulates the same table with the medians of what each stage's operations took, and
+messages as free; `points` is the largest difference in idle share of any rank, in percentage points.
+`formula` is (p-1)/(v m), the idle time over the work if all chunks were equal, `planned bubble` the plan's.
+Steps through megatron-core's own schedule, which sends the whole AttnRes bank on every edge, alternate with
+those of the table; `ratio` is the table's median time over megatron-core's. `core share` is CPU time over the
+time of the operations: well below 1, the machine was not free. Idle shares come from the undisturbed `steps`
+(a share of 0.9 or more) unless those are fewer than three, the ratio from all.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -57,7 +57,8 @@ class Recording:
         """A recorded step, its time starting at the first operation of any rank."""
         ranks = self.steps[step]
         origin = min(events[0][3] for events in ranks if events)
-        table = Table(self.layout, tuple(tuple(_op(e) for e in events) for events in ranks), self.schedule)
+        ops = tuple(tuple(_op(e) for e in events) for events in ranks)
+        table = Table(self.layout, ops, self.schedule, _part_counts(ops, self.layout))
         starts = tuple(tuple(e[3] - origin for e in events) for events in ranks)
         ends = tuple(tuple(e[4] - origin for e in events) for events in ranks)
         return Timeline(table, starts, ends)
@@ -100,7 +101,10 @@ class Recording:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A measured step beside the plan of the same operations with the run's own median costs."""
+    """A measured step beside the plan of the same operations with the run's own median costs.
+
+    The tower's are the step's own: its images are others in every step.
+    """
 
     planned: Timeline
     measured: Timeline
@@ -195,7 +199,9 @@ def vision_seconds(recording: Recording) -> tuple[float, float] | None:
 def compare(recording: Recording) -> Comparison:
     """The step whose length is the median one against its simulation with `median_costs`."""
     timelines, measured = list(map(recording.timeline, recording.steps)), recording.median_timeline()
-    planned = simulate(measured.table, median_costs(recording))
+    forward, backward = _own_vision(measured)
+    costs = replace(median_costs(recording), vision_forward=forward, vision_backward=backward)
+    planned = simulate(measured.table, costs)
     ranks = range(recording.layout.pipeline)
     return Comparison(
         planned,
@@ -203,6 +209,17 @@ def compare(recording: Recording) -> Comparison:
         [idle_share(planned, rank) for rank in ranks],
         [statistics.median(idle_share(timeline, rank) for timeline in timelines) for rank in ranks],
     )
+
+
+def _own_vision(timeline: Timeline) -> tuple[list[list[float]], list[list[float]]]:
+    """What the tower's forwards and backwards took in one step, by micro-batch and part."""
+    spent = {
+        (op.kind, op.microbatch, op.chunk): [end - start]
+        for ops, starts, ends in zip(timeline.table.ranks, timeline.starts, timeline.ends, strict=True)
+        for op, start, end in zip(ops, starts, ends, strict=True)
+    }
+    count = timeline.table.layout.microbatches
+    return _by_part(spent, VISION_FORWARD, count), _by_part(spent, VISION_BACKWARD, count)
 
 
 def _median(values: Iterable[float]) -> float:
@@ -223,6 +240,14 @@ def _by_part(
 
 def _op(event: Event) -> Op:
     return Op(*event[:3])
+
+
+def _part_counts(ranks: Sequence[Sequence[Op]], layout: Layout) -> tuple[int, ...]:
+    """Parts of each micro-batch's images; () where the step had none."""
+    counts = [0] * layout.microbatches
+    for op in (op for ops in ranks for op in ops if op.kind == VISION_FORWARD):
+        counts[op.microbatch] += 1
+    return tuple(counts) if any(counts) else ()
 
 
 def _entries(content: Mapping[str, Any]) -> list[dict[str, Any]]:

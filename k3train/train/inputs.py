@@ -125,9 +125,13 @@ class Inputs:
         self.loader.close()
 
     def _encoder(self, say: Callable[[str], None]) -> Encoder:
-        data = self.config.data
+        data, vision = self.config.data, self.config.vision
         image_placeholder(self.tokenizer)
-        limits = ImageLimits(max_side=data.max_image_side, max_frames=self.config.vision.max_frames)
+        limits = ImageLimits(
+            max_side=min(data.max_image_side, vision.rope_max * vision.patch_size),
+            max_patches=vision.max_patches,
+            max_frames=vision.max_frames,
+        )
         limits = sample_limits(limits, data.sequence_length, data.max_patches)
         return Encoder(self.tokenizer, limits, Skips(say))
 

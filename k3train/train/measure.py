@@ -25,7 +25,8 @@ def step_metrics(
     """
     losses, world_size = result.losses, groups.topology.world_size
     tokens_per_second = losses.tokens / seconds
-    tflops = tokens_per_second * flops_per_token / world_size / 1e12
+    spent = losses.tokens * flops_per_token + losses.vision_flops
+    tflops = spent / seconds / world_size / 1e12
     metrics: dict[str, Any] = {"loss": losses.loss}
     if losses.mtp_loss is not None:
         metrics["mtp_loss"] = losses.mtp_loss

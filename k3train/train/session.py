@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from parallel.groups import assert_same_everywhere, initialize
 
-from .. import flops, shapes
+from .. import flops, shapes, vision_shapes
 from ..checkpoint.folders import check_writable, lock_folder
 from ..checkpoint.manager import CheckpointManager
 from ..config import Config, digest, fixed_keys
@@ -275,4 +275,7 @@ class Session:
 def _checkpoint_bytes(config: Config) -> int:
     """Upper bound of one checkpoint: weights, FP32 master weights and two FP32 moments."""
     master = 4 if config.model.dtype == "bfloat16" else 0
-    return shapes.total(config.model) * (shapes.BYTES["bf16" if master else "fp32"] + master + 8)
+    numel = shapes.total(config.model)
+    if config.vision.enabled:
+        numel += sum(vision_shapes.count_by_kind(config.vision, config.model.hidden_size).values())
+    return numel * (shapes.BYTES["bf16" if master else "fp32"] + master + 8)

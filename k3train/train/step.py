@@ -72,6 +72,8 @@ class Losses:
     tokens: float
     mtp_sum: float
     mtp_tokens: float
+    vision_flops: float
+    """Of the tower, forward and backward, on all images."""
 
     @property
     def loss(self) -> float:
@@ -158,10 +160,12 @@ def run_batches(trainer: Trainer, batches: list[Batch], *, forward_only: bool = 
         chunks=chunks,
         forward_only=forward_only,
     )
-    total = torch.zeros(4, dtype=torch.float64, device=trainer.groups.device)
+    total = torch.zeros(5, dtype=torch.float64, device=trainer.groups.device)
     for sums in reported:
-        total += sums
-    # Only last stages report, and each data-parallel rank its own tokens: a sum over the world is the total.
+        total[:4] += sums
+    if trainer.tower is not None and trainer.groups.pg_collection.pp.rank() == 0:
+        total[4] = trainer.tower.flops
+    # One rank of each pipeline reports, its own tokens and images: a sum over the world is the total.
     dist.all_reduce(total)
     return Losses(*total.tolist())
 

@@ -14,7 +14,7 @@ import torch
 
 from parallel.groups import Groups
 
-from .. import __version__, shapes
+from .. import __version__, shapes, vision_shapes
 from ..config import Config
 from ..log.metrics import replace_file
 
@@ -23,9 +23,12 @@ def write(
     config: Config, run_dir: Path, groups: Groups, started: float, step: int, bigram_loss: float | None
 ) -> None:
     """Write the summary of a run that ended, or was stopped, at `step`; `started` in epoch seconds."""
+    parameters = {"total": shapes.total(config.model), "active": shapes.active(config.model)}
+    if config.vision.enabled:
+        parameters |= vision_shapes.count_by_kind(config.vision, config.model.hidden_size)
     facts: dict[str, Any] = {
         "version": __version__,
-        "parameters": {"total": shapes.total(config.model), "active": shapes.active(config.model)},
+        "parameters": parameters,
         "world_size": groups.topology.world_size,
         "hardware": _hardware(groups.device),
         "git_commit": _commit(),

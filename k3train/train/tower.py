@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from ..vision_config import VisionConfig
-from ..vision_shapes import Grid, patches, tokens
+from ..vision_shapes import Grid, patches, tokens, train_flops
 
 Bundles = Sequence[Sequence[Sequence[int]]]
 """For each micro-batch, for each part: the items of that part."""
@@ -38,6 +38,12 @@ class Tower:
             pieces = batch["image_positions"].split(sizes)
             order = [item for part in parts for item in part]
             batch["feature_positions"] = torch.cat([pieces[item] for item in order]) if order else None
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of forward and backward of this step's images, recomputation not counted."""
+        grids = [grid for batch in self._batches for grid in batch["grids"]]
+        return train_flops(self.vision, self.out_size, grids)
 
     def shape(self, microbatch: int, part: int) -> tuple[int, int]:
         """[n, d] of the features of a part."""

@@ -452,7 +452,7 @@ def test_bubbles_are_filled_within_memory() -> None:
 
 
 def test_k3_with_its_tower_fits() -> None:
-    overrides = ["recipe=k3_pretrain", "vision=moonvit_v2", "data.images=[photos]", "run.microbatches=32"]
+    overrides = ["recipe=k3_pretrain", "vision=moonvit_v2", "data.images=[photos]", "run.microbatches=16"]
     config = ready(overrides, inputs=False)
     assert config.vision.recompute is True
     planned = plan(config, world_size(config))
@@ -470,7 +470,7 @@ def test_the_default_load_is_a_share_of_what_a_micro_batch_holds() -> None:
     for share, length, sequences, load in (
         (0.25, 256, 1, (1, 8)),  # 64 of 256 patches
         (0.5, 256, 2, (1, 16)),
-        (0.5, 16, 1, (1, 4)),  # 16 tokens have 64 patches, half of them
+        (0.5, 16, 1, (2, 4)),  # 16 tokens have 64 patches, half of them
         (0.01, 256, 1, (1, 2)),
     ):
         config.data.image_share, config.data.sequence_length = share, length

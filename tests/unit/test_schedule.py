@@ -5,6 +5,7 @@ import pytest
 from k3train.config import ClusterConfig, Config, DataConfig, ModelConfig, ParallelConfig, RunConfig
 from k3train.errors import UserError
 from k3train.flops import layer_flops, output_flops, train_flops_per_token
+from k3train.image_load import ImageLoad
 from k3train.schedule import (
     EFFICIENCY,
     attn_res_rows,
@@ -14,9 +15,13 @@ from k3train.schedule import (
     simulation,
     stage_costs,
     stage_flops,
+    vision_table,
 )
+from k3train.vision_config import VisionConfig
+from k3train.vision_shapes import image_cost
 from parallel.pipeline.rows import cached_rows, naive_rows, published_rows
-from parallel.pipeline.simulate import Costs, uniform
+from parallel.pipeline.simulate import Costs, simulate, uniform
+from parallel.pipeline.table import VISION_BACKWARD, VISION_FORWARD
 from parallel.topology import Topology
 
 MODEL = ModelConfig(vocab_size=4096, num_layers=24, attn_res_block_size=4)
@@ -121,3 +126,72 @@ def test_measured_parts_are_taken_as_they_are() -> None:
     kinds = [op.kind for op in made.timeline.table.ranks[0]]
     first = kinds.index("W")
     assert made.timeline.ends[0][first] - made.timeline.starts[0][first] == 2
+
+
+def with_tower(**changes) -> tuple[Config, Topology]:
+    config, topology = make(virtual=1)
+    config.vision = VisionConfig(enabled=True, depth=2, hidden_size=64, num_heads=2, head_dim=32, **changes)
+    return config, topology
+
+
+@pytest.mark.parametrize("mode", ["bubbles", "inline", "phase"])
+def test_every_part_costs_the_flops_of_its_items(mode) -> None:
+    config, topology = with_tower(mode=mode)
+    grids = [[(1, 4, 4), (1, 8, 8), (1, 2, 6)], [], [(1, 8, 4)], [(2, 4, 4)] * 2]
+    table = pipeline_table(config, topology)
+    costs = stage_costs(config, topology, layer_cuts(config, topology))
+    placed, spent, bundles = vision_table(config, table, costs, grids, topology)
+    assert placed.parts == tuple(map(len, bundles)) and placed.parts[1] == 0
+    assert [sorted(item for part in parts for item in part) for parts in bundles] == [
+        [0, 1, 2],
+        [],
+        [0],
+        [0, 1],
+    ]
+    assert max(placed.parts) == (1 if mode == "inline" else 2)
+    second = 1 / (EFFICIENCY * config.cluster.peak_tflops * 1e12)
+    for row, parts, forward, backward in zip(
+        grids, bundles, spent.vision_forward, spent.vision_backward, strict=True
+    ):
+        flops = [sum(image_cost(config.vision, 256, row[item]) for item in part) for part in parts]
+        assert forward == pytest.approx([second * work for work in flops])
+        assert backward == pytest.approx([2 * second * work for work in flops])
+    kinds = [op.kind for ops in placed.ranks for op in ops]
+    assert kinds.count(VISION_FORWARD) == kinds.count(VISION_BACKWARD) == sum(placed.parts)
+
+
+def test_a_recomputing_tower_runs_forward_again() -> None:
+    config, topology = with_tower(recompute=True)
+    grids = [[(1, 4, 4)]] * 4
+    table, costs = pipeline_table(config, topology), stage_costs(*make(virtual=1), [range(12), range(12, 24)])
+    _, spent, _ = vision_table(config, table, costs, grids, topology)
+    assert spent.vision_backward[0] == pytest.approx([3 * cost for cost in spent.vision_forward[0]])
+
+
+def test_measured_seconds_are_those_of_the_mean_micro_batch() -> None:
+    config, topology = with_tower()
+    grids = [[(1, 4, 4)] * 2, [], [(1, 4, 4)], [(1, 4, 4)]]
+    table, costs = pipeline_table(config, topology), stage_costs(*make(virtual=1), [range(12), range(12, 24)])
+    _, spent, _ = vision_table(config, table, costs, grids, topology, measured=(0.5, 2.0))
+    assert [sum(row) for row in spent.vision_forward] == pytest.approx([1.0, 0.0, 0.5, 0.5])
+    assert [sum(row) for row in spent.vision_backward] == pytest.approx([4.0, 0.0, 2.0, 2.0])
+
+
+def test_the_plan_keeps_the_table_of_its_own_mode() -> None:
+    config, topology = with_tower(mode="phase")
+    made = simulation(config, topology, load=ImageLoad(2, (1, 8, 8), stated=True), measured_vision=(1.0, 2.0))
+    assert made.schedule == "1f1b" and made.vision is not None
+    assert made.vision.seconds == pytest.approx(4 * 3.0)
+    assert made.vision.hidden_fraction == pytest.approx(0, abs=1e-9)
+    assert (
+        made.vision.makespans["phase"]
+        == made.timeline.makespan
+        == simulate(made.timeline.table, made_costs(config, topology)).makespan
+    )
+
+
+def made_costs(config: Config, topology: Topology) -> Costs:
+    costs = stage_costs(config, topology, layer_cuts(config, topology))
+    grids = [[(1, 8, 8)] * 2] * 4
+    table = pipeline_table(config, topology)
+    return vision_table(config, table, costs, grids, topology, measured=(1.0, 2.0))[1]

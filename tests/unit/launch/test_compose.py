@@ -121,3 +121,14 @@ def test_evaluation_is_rounded_up_to_what_the_layout_shares(
     overrides: list[str], ranks: int, batches: int
 ) -> None:
     assert resolve_layout(compose(overrides), ranks).eval.batches == batches
+
+
+def test_whether_the_tower_recomputes_is_decided_before_the_run() -> None:
+    assert compose(["recipe=tiny"]).vision.recompute is None
+    overrides = ["recipe=tiny", "vision.mode=phase", "run.microbatches=64"]
+    assert ready(overrides, inputs=False).vision.recompute is False
+    # 255 MiB are needed, and a tenth of the memory is left free.
+    short = [*overrides, "cluster.memory_gib=0.26"]
+    assert ready(short, inputs=False).vision.recompute is True
+    assert ready([*short, "vision.recompute=false"], inputs=False).vision.recompute is False
+    assert ready(["recipe=h200_small"], inputs=False).vision.recompute is None, "there is no tower"

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,6 +13,7 @@ from launch.help import verb
 from launch.plan import OPTIONS
 from parallel.pipeline.build import build
 from parallel.pipeline.simulate import Costs, simulate
+from parallel.pipeline.vision_fill import inline
 
 TINY = ("recipe=tiny", "parallel=pp2_vpp2", "run.microbatches=4")
 
@@ -21,12 +23,19 @@ def planned(capsys, *arguments) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def record(folder: Path, pipeline: int = 2, virtual: int = 2) -> Path:
-    """A run folder in which stage i took (i + 1) seconds forward and twice that backward."""
+def record(folder: Path, pipeline: int = 2, virtual: int = 2, images: bool = True) -> Path:
+    """A run folder in which stage i took (i + 1) seconds forward and twice that backward.
+
+    The tower took a quarter of a second for each micro-batch, and twice that backward.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     times = [float(stage + 1) for stage in range(pipeline * virtual)]
     table = build("interleaved" if virtual > 1 else "1f1b", pipeline, virtual, 8)
-    timeline = simulate(table, Costs(times, [2 * time for time in times]))
+    costs = Costs(times, [2 * time for time in times])
+    if images:
+        table = inline(table, [1] * 8)
+        costs = replace(costs, vision_forward=[[0.25]] * 8, vision_backward=[[0.5]] * 8)
+    timeline = simulate(table, costs)
     ranks = [
         [(*op, start, end) for op, start, end in zip(ops, starts, ends, strict=True)]
         for ops, starts, ends in zip(table.ranks, timeline.starts, timeline.ends, strict=True)
@@ -58,8 +67,38 @@ def test_costs_of_a_run(capsys, tmp_path) -> None:
     # Of another number of micro-batches than recorded: the stages are what must be the same.
     assert found["pipeline"]["unit"] == "s"
     busy = [found["pipeline"]["makespan"] - idle for idle in found["pipeline"]["idle_seconds"]]
+    assert found["pipeline"]["vision_seconds"] == pytest.approx(4 * 0.75)
+    assert sum(busy) == pytest.approx(4 * (3 * (1 + 2 + 3 + 4) + 0.75))
+    assert any("as in the run on average" in line for line in found["assumptions"])
+    alone = planned(capsys, f"costs.from={run}", "vision=none", "data.images=[]")["pipeline"]
+    busy = [alone["makespan"] - idle for idle in alone["idle_seconds"]]
     assert busy == pytest.approx([4 * 3 * (1 + 3), 4 * 3 * (2 + 4)])
+    assert found["pipeline"]["makespan_by_mode"]["none"] == alone["makespan"]
     assert found["step_seconds_by_part"]["pipeline"] == found["pipeline"]["makespan"]
+
+
+def test_images_are_as_many_as_stated(capsys) -> None:
+    found = planned(capsys, "images=3x4x8")
+    assert found["pipeline"]["images"] == {"count": 3, "grid": [1, 4, 8], "stated": True}
+    assert planned(capsys)["pipeline"]["images"] == {"count": 1, "grid": [1, 8, 8], "stated": False}
+    assert found["pipeline"]["vision_seconds"] > planned(capsys)["pipeline"]["vision_seconds"]
+
+
+@pytest.mark.parametrize("mode", ["bubbles", "inline", "phase"])
+def test_the_text_tells_how_much_of_the_tower_is_hidden(capsys, mode) -> None:
+    assert cli.main(["plan", *TINY, "images=8x8x8", f"vision.mode={mode}"]) == 0
+    captured = capsys.readouterr()
+    printed = " ".join(captured.out.replace("│", " ").split())
+    assert "8 x 8x8 patches a micro-batch" in printed and "hidden; the bubble has room for" in printed
+    assert "on the first stage" in printed and "in a phase of its own" in printed
+    assert "without images" in printed
+    assert captured.err == ""
+
+
+def test_a_long_fill_is_explained_on_stderr_alone(capsys) -> None:
+    overrides = ["run.microbatches=256", "vision.recompute=false", "--json"]
+    assert cli.main(["plan", *TINY[:2], *overrides]) == 0
+    assert json.loads(capsys.readouterr().out)["pipeline"]["hidden_fraction"] > 0.5
 
 
 def test_pictures_are_written_where_asked(capsys, tmp_path) -> None:
@@ -76,7 +115,8 @@ def test_pictures_are_written_where_asked(capsys, tmp_path) -> None:
     page = (folder / "timeline.html").read_text()
     assert "<h2>planned</h2>" in page and "<h2>measured</h2>" in page and "tokens/s" in page
     trace = json.loads((folder / "timeline.trace.json").read_text())["traceEvents"]
-    assert sum(event["ph"] == "X" for event in trace) == 2 * 2 * 2 * 4
+    assert sum(event["ph"] == "X" for event in trace) == 2 * 2 * 2 * 4 + 2 * 4
+    assert sum(event["name"].startswith("VF") for event in trace) == 4
 
 
 def test_nothing_is_written_unasked_and_the_text_says_how(capsys, tmp_path, monkeypatch) -> None:
@@ -102,6 +142,14 @@ def test_nothing_is_written_unasked_and_the_text_says_how(capsys, tmp_path, monk
             ["costs.from=run1"],
             "parallel.pipeline=4 parallel.virtual=1 were recorded, not 2 and 2",
         ),
+        (["images=4"], "images=4: takes COUNTxROWSxCOLUMNS in patches, for example 4x64x48"),
+        (["images=0x8x8"], "images=0x8x8: takes COUNTxROWSxCOLUMNS"),
+        (["images=1x3x4"], "images=1x3x4: item 0: grid (t, h, w) = (1, 3, 4): 3 x 4 does not divide by"),
+        (["images=65x4x4"], "images=65x4x4: 260 tokens, and a micro-batch has 256"),
+        (["images=1x4x4", "vision=none", "data.images=[]"], "images=1x4x4: needs a vision tower"),
+        (["images=1x4x4", "costs=uniform"], "images=1x4x4: costs=uniform has no images; leave one out"),
+        (["images=1x4x4", "costs.from=run2"], "costs.from=run2 has the images of its run; leave one out"),
+        (["costs.from=run3"], "costs.from=run3: no images went through its recorded steps"),
         (["costs.from=run2", "costs=uniform"], "costs=uniform: stands beside costs.from=run2; leave one out"),
         (["out=file"], "out=file: cannot be written"),
     ],
@@ -110,6 +158,7 @@ def test_wrong_arguments_are_one_line(capsys, tmp_path, monkeypatch, arguments, 
     monkeypatch.chdir(tmp_path)
     record(tmp_path / "run1", 4, 1)
     record(tmp_path / "run2")
+    record(tmp_path / "run3", images=False)
     (tmp_path / "file").write_text("")
     assert cli.main(["plan", *TINY, *arguments]) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -119,5 +168,5 @@ def test_wrong_arguments_are_one_line(capsys, tmp_path, monkeypatch, arguments, 
 def test_the_help_lists_the_arguments() -> None:
     text = verb("plan")
     assert all(f"{option}=" in text for option in OPTIONS)
-    places = [text.index(f"  {option}=") for option in ("out", "costs", "costs.from", "schedule")]
+    places = [text.index(f"  {option}=") for option in ("out", "costs", "costs.from", "schedule", "images")]
     assert all(before < after for before, after in pairwise(places))

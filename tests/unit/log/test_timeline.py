@@ -3,9 +3,10 @@ import json
 import pytest
 
 from k3train.errors import UserError
-from k3train.log.timeline import Recording, compare, median_costs, read, write
+from k3train.log.timeline import Recording, compare, median_costs, read, vision_seconds, write
 from parallel.pipeline.build import build, with_reductions
 from parallel.pipeline.simulate import Costs, simulate
+from parallel.pipeline.vision_fill import fill
 
 COSTS = Costs(
     forward=[1.0, 2.0, 1.5, 1.0], backward=[2.0, 4.0, 3.0, 5.0], weight=[1.0, 2.0, 1.0, 2.0], reduce=0.5
@@ -88,6 +89,36 @@ def test_a_run_that_went_as_planned_differs_by_nothing() -> None:
     figures = json.loads(json.dumps(found.figures()))
     assert figures["planned_idle"] == pytest.approx(figures["measured_idle"])
     assert figures["measured_seconds"] == pytest.approx(found.measured.makespan)
+
+
+def with_images(speeds=(1.0,)) -> Recording:
+    """1F1B on two stages whose tower took 1 and 2 seconds a part, each step its own multiple of them."""
+    table, steps = build("1f1b", 2, 1, 4), {}
+    for step, speed in enumerate(speeds):
+        parts = [2, 0, 1, 1] if step % 2 else [1, 1, 0, 2]
+        costs = Costs(
+            [1.0, 2.0], [2.0, 4.0], (), [[speed] * n for n in parts], [[2 * speed] * n for n in parts]
+        )
+        timeline = simulate(fill(table, costs), costs)
+        steps[step] = [
+            [(*op, start, end) for op, start, end in zip(*each, strict=True)]
+            for each in zip(timeline.table.ranks, timeline.starts, timeline.ends, strict=True)
+        ]
+    return Recording(table.layout, "1f1b", steps)
+
+
+def test_the_tower_of_a_micro_batch_takes_the_mean_of_the_median_step() -> None:
+    assert vision_seconds(with_images((1.0, 3.0, 50.0))) == (3.0, 6.0)
+    assert vision_seconds(record("1f1b")) is None
+
+
+def test_images_that_differ_between_steps_are_planned_as_they_were() -> None:
+    recording = with_images((3.0, 1.0, 2.0))
+    found = compare(recording)
+    assert found.measured.table.parts == (1, 1, 0, 2)
+    assert found.planned.starts == tuple(tuple(pytest.approx(row) for row in found.measured.starts))
+    assert found.planned.makespan == pytest.approx(found.measured.makespan)
+    assert record("1f1b").timeline(3).table.parts == ()
 
 
 def test_a_wait_is_the_difference() -> None:
