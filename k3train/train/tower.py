@@ -29,6 +29,8 @@ class Tower:
         """`group`: the pipeline ranks, each of which holds the tower and runs some of the images."""
         self.vision, self.model, self.group, self.out_size = vision, model, group, out_size
         self._reductions: list[Any] = []
+        self._batches: Sequence[dict[str, Any]] = ()
+        self._bundles: Bundles = ()
 
     def load(self, batches: Sequence[dict[str, Any]], bundles: Bundles) -> None:
         """Take the images of a step, and note in each batch where the features, part by part, belong."""

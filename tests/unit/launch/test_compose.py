@@ -112,7 +112,7 @@ def test_a_group_file_with_a_key_of_another_version_is_refused(tmp_path) -> None
 @pytest.mark.parametrize(
     ("overrides", "ranks", "batches"),
     [
-        (["recipe=tiny", "eval.batches=31"], 2, 32),
+        (["recipe=tiny", "eval.batches=31"], 2, 31),
         (["recipe=tiny", "parallel=single", "eval.batches=8"], 3, 9),
         (["recipe=h200_small"], 16, 16),
     ],
