@@ -3,17 +3,19 @@ of its own before and after the pipeline, balanced over all ranks.
 
 Workload: the recipe's model (tiny without MTP on two CPU ranks of one core, h200_small with fewer layers on
 two GPUs) with a vision tower, PP2, random tokens and images of one size, a sweep of images in a micro-batch.
-A step is forward and backward of all micro-batches. A few steps measure what each operation costs; the bubbles
-are filled with these costs. Then rounds of one step of each kind: without images (of the same tokens),
-bubbles, inline, phase.
+A step is forward and backward of all micro-batches. A few steps measure what each operation costs, the
+bubbles are filled with these costs. Then rounds of one step of each kind: without images (of the same
+tokens), bubbles, inline, phase.
 
-`hidden` is 1 - (T - T0) / (W / p): T the step in bubbles, T0 the one without images, both the medians, W what
-all the tower's operations took together. 0 is as long as with the tower's work balanced over the ranks, 1 for
-nothing. `fastest` is the same from the fastest steps. `planned` simulates the executed table with the medians
+`hidden` is 1 - (T - T0) / (W / p): T the time from the first to the last operation in bubbles, T0 the same
+without images, both medians, W what all the tower's operations took together. 0 is as long as with the
+tower's work balanced over the ranks, 1 for nothing. `planned` simulates the executed table with the medians
 of the same run, messages taken as free. `tower share` is W over the language model's work; the plan fits
-where at least 80 % are planned as hidden. `core share` is CPU time over the time of the operations: well
-below 1, the machine was not free. Figures come from the undisturbed `rounds`, with a share of 0.9 or more in every
-step, unless those are fewer than three.
+where at least 80 % are planned as hidden. Speed-ups are ratios of whole steps, the sums of gradients included.
+
+`core share` is CPU time over the time of the operations: well below 1, the machine was not free. Figures come
+from undisturbed rounds, with a share of 0.9 or more in every step; where one is disturbed another follows, up
+to twice as many (none if quick). With fewer than three of them, all rounds count.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import report
-from benchmarks.common.ranks import run_ranks, undisturbed
+from benchmarks.common.ranks import FREE, run_ranks, undisturbed
 from k3train.vision_shapes import Grid, image_cost
 from parallel.pipeline.simulate import Costs
 from parallel.pipeline.table import VISION_BACKWARD, VISION_FORWARD, Table
@@ -39,7 +41,7 @@ PIPELINE = 2
 FITS = 0.8
 MODES = ("none", "bubbles", "inline", "phase")
 CALIBRATION = 3
-"""Steps whose medians the bubbles are filled with, after one that is not measured."""
+"""Steps whose medians the bubbles are filled with; the first step of all comes before them."""
 CPU = (
     "recipe=tiny", "model.mtp_layers=0", "data.sequence_length=128",
     "vision=tiny", "vision.hidden_size=128", "vision.num_heads=4", "vision.ffn_size=512",
@@ -51,7 +53,7 @@ GPU = (
 SIDES = {"cpu": 8, "cuda": 32}
 """Patches along each side of an image."""
 IMAGES = (2, 4, 6, 8)
-QUICK_IMAGES = (2, 8)
+QUICK_IMAGES = (2, 6)
 TIMEOUT = 1800
 
 Bundles = list[list[list[int]]]
@@ -74,12 +76,14 @@ def main() -> None:
     )
     parser.add_argument("--virtual", type=int, default=2, help="chunks of a rank (%(default)s)")
     parser.add_argument("--microbatches", type=int, default=8, help="of a step (%(default)s)")
-    parser.add_argument("--rounds", type=int, help="steps of each kind and sweep point (15, quick 2)")
+    parser.add_argument("--rounds", type=int, help="undisturbed ones of each sweep point (15, quick 3)")
     parser.add_argument("overrides", nargs="*", help="configuration overrides behind the recipe's")
     options = parser.parse_args()
+    rounds = options.rounds or (3 if options.quick else 15)
     arguments = {
         "images": sorted(options.images or (QUICK_IMAGES if options.quick else IMAGES)),
-        "rounds": options.rounds or (2 if options.quick else 15),
+        "rounds": rounds,
+        "most": rounds if options.quick else 2 * rounds,
         "overrides": [
             f"parallel.pipeline={PIPELINE}",
             f"parallel.virtual={options.virtual}",
@@ -107,59 +111,74 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def measure(images: list[int], rounds: int, overrides: list[str]) -> list[dict[str, Any]]:
+def measure(images: list[int], rounds: int, most: int, overrides: list[str]) -> list[dict[str, Any]]:
     """A row for each sweep point; on every rank."""
     import torch
 
     from benchmarks.common.pipelines import PipelineRank
+    from k3train.schedule import pipeline_table
 
     cuda = torch.cuda.is_available()
     rank = PipelineRank([*(GPU if cuda else CPU), *overrides])
     side = SIDES["cuda" if cuda else "cpu"]
-    rows = [sweep_point(rank, [(1, side, side)] * count, rounds) for count in images]
+    table = pipeline_table(rank.config, rank.groups.topology)
+    plain = lane(rank, table, rank.batches(), [])
+    run(rank, plain)
+    costs = model_costs(table, [run(rank, plain) for _ in range(CALIBRATION)])
+    rows = [
+        {"images": count, **sweep_point(rank, table, costs, [(1, side, side)] * count, rounds, most)}
+        for count in images
+    ]
     rank.close()
     return rows
 
 
-def sweep_point(rank: Any, grids: list[Grid], rounds: int) -> dict[str, Any]:
-    """Calibrate, fill, and run all kinds of step in turn."""
-    from k3train.schedule import pipeline_table, stage_costs
+def sweep_point(
+    rank: Any, table: Table, costs: Costs, grids: list[Grid], rounds: int, most: int
+) -> dict[str, Any]:
+    """Measure the tower, fill the bubbles, and run all kinds of step in turn.
 
-    config = rank.config
-    every = [grids] * config.run.microbatches
+    Args:
+        table: of the language model.
+        costs: of its stages.
+        grids: of each micro-batch's images.
+        rounds: undisturbed ones to reach.
+        most: rounds after which to end without them.
+    """
+    vision, out_size = rank.config.vision, rank.config.model.hidden_size
+    every = [grids] * table.layout.microbatches
+    bundles = plan_parts([[image_cost(vision, out_size, grid) for grid in row] for row in every], PIPELINE)
+    whole = [[list(range(len(grids)))] for _ in every]
     batches = rank.batches(every)
     plain = [{key: value for key, value in batch.items() if key != "grids"} for batch in batches]
-    work = [[image_cost(config.vision, config.model.hidden_size, grid) for grid in row] for row in every]
-    bundles = plan_parts(work, PIPELINE)
-    table = pipeline_table(config, rank.groups.topology)
-    guess = with_vision(stage_costs(config, rank.groups.topology, rank.cuts), work, bundles)
+    equal = [[1.0] * len(parts) for parts in bundles]
+    first = lane(rank, phase(table, tower_costs(costs, equal, equal)), batches, bundles)
+    costs = with_tower(costs, bundles, [run(rank, first) for _ in range(CALIBRATION)])
     lanes = {
         "none": lane(rank, table, plain, []),
-        "phase": lane(rank, phase(table, guess), batches, bundles),
+        "bubbles": lane(rank, fill(table, costs), batches, bundles),
+        "inline": lane(rank, inline(table, [1] * len(every)), batches, whole),
+        "phase": lane(rank, phase(table, costs), batches, bundles),
     }
-    steps = {mode: [run(rank, lanes[mode]) for _ in range(CALIBRATION + 1)][1:] for mode in lanes}
-    costs = join(lanes, steps, "phase")
-    lanes["phase"] = lane(rank, phase(table, costs), batches, bundles)
-    lanes["bubbles"] = lane(rank, fill(table, costs), batches, bundles)
-    lanes["inline"] = lane(
-        rank, inline(table, [1] * len(every)), batches, [[list(range(len(grids)))]] * len(every)
-    )
-    measured = [{mode: run(rank, lanes[mode]) for mode in MODES} for _ in range(rounds + 1)][1:]
-    shares = [min(step.core_share for step in steps.values()) for steps in measured]
+    measured, shares = measure_rounds(rank, lanes, rounds, most)
     used = [measured[number] for number in undisturbed(shares)]
-    steps = {mode: [steps[mode] for steps in used] for mode in MODES}
-    costs = join(lanes, steps, "bubbles")
-    planned = hidden_fraction(lanes["bubbles"].table, costs)
-    row = figures(costs, planned, {mode: [step.seconds for step in steps[mode]] for mode in MODES})
-    return {
-        "images": len(grids),
-        **row,
-        "core share": statistics.median(shares),
-        "rounds": f"{len(used)} of {rounds}",
-        "all": [
-            {mode: [step.seconds, step.core_share] for mode, step in steps.items()} for steps in measured
-        ],
-    }
+    costs = model_costs(table, [steps["none"] for steps in used])
+    costs = with_tower(costs, bundles, [steps["bubbles"] for steps in used])
+    row = figures(costs, hidden_fraction(lanes["bubbles"].table, costs), used)
+    done = {"core share": statistics.median(shares), "rounds": f"{len(used)} of {len(measured)}"}
+    return {**row, **done, "all rounds": [seconds(steps) for steps in measured]}
+
+
+def measure_rounds(
+    rank: Any, lanes: Mapping[str, Lane], rounds: int, most: int
+) -> tuple[list[dict[str, Any]], list[float]]:
+    """One step of each kind in every round, and each round's least core share, the same on every rank."""
+    measured: list[dict[str, Any]] = []
+    shares: list[float] = []
+    while len(measured) < most and sum(share >= FREE for share in shares) < rounds:
+        measured.append({mode: run(rank, lanes[mode]) for mode in MODES})
+        shares.append(min(step.core_share for step in measured[-1].values()))
+    return measured, shares
 
 
 def lane(rank: Any, table: Table, batches: list[dict[str, Any]], bundles: Bundles) -> Lane:
@@ -179,56 +198,54 @@ def run(rank: Any, lane: Lane) -> Any:
     return rank.step(lane.executor, lane.batches)
 
 
-def join(lanes: Mapping[str, Lane], steps: Mapping[str, Sequence[Any]], mode: str) -> Costs:
-    """Medians of the language model's operations without images and of the tower's in `mode`.
-
-    Parts of equally many images cost the same: the median of all of them.
-    """
+def model_costs(table: Table, steps: Sequence[Any]) -> Costs:
+    """Medians of the language model's operations."""
     from k3train.log.timeline import Recording, median_costs
 
-    table = lanes["none"].table
-    plain = median_costs(
-        Recording(table.layout, table.name, {n: step.ranks for n, step in enumerate(steps["none"])})
-    )
-    bundles = lanes[mode].bundles
+    recording = Recording(table.layout, table.name, {n: step.ranks for n, step in enumerate(steps)})
+    return replace(median_costs(recording), reduce=0)
+
+
+def with_tower(costs: Costs, bundles: Bundles, steps: Sequence[Any]) -> Costs:
+    """Costs with the medians of the tower's operations: parts of equally many images cost the same."""
     spent: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
-    for step in steps[mode]:
-        for kind, part, microbatch, start, end in (event for ranks in step.ranks for event in ranks):
+    for step in steps:
+        for kind, part, microbatch, start, end in (event for events in step.ranks for event in events):
             if kind in (VISION_FORWARD, VISION_BACKWARD):
                 spent[kind, len(bundles[microbatch][part])].append(end - start)
     forward, backward = (
         [[statistics.median(spent[kind, len(part)]) for part in parts] for parts in bundles]
         for kind in (VISION_FORWARD, VISION_BACKWARD)
     )
-    return replace(plain, vision_forward=forward, vision_backward=backward, reduce=0)
+    return tower_costs(costs, forward, backward)
 
 
-def with_vision(costs: Costs, work: Sequence[Sequence[float]], bundles: Bundles) -> Costs:
-    """Costs with the tower's in another unit, good enough to balance it alone."""
-    forward = [
-        [sum(row[item] for item in part) for part in parts] for row, parts in zip(work, bundles, strict=True)
-    ]
-    return replace(
-        costs, vision_forward=forward, vision_backward=[[2 * cost for cost in row] for row in forward]
-    )
+def tower_costs(costs: Costs, forward: list[list[float]], backward: list[list[float]]) -> Costs:
+    """Costs with those of each part."""
+    return replace(costs, vision_forward=forward, vision_backward=backward)
 
 
-def figures(costs: Costs, planned: float, seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """A row from the measured costs, the planned hidden fraction, and the seconds of every kind of step."""
+def seconds(steps: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Of one round: whole step, first to last operation, and the core share."""
+    return {mode: [step.seconds, step.makespan, step.core_share] for mode, step in steps.items()}
+
+
+def figures(costs: Costs, planned: float, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A row from the measured costs, the planned hidden fraction, and the rounds that count."""
     tower = sum(map(sum, costs.vision_forward)) + sum(map(sum, costs.vision_backward))
     model = (sum(costs.forward) + sum(costs.backward)) * len(costs.vision_forward)
-    medians = {mode: statistics.median(values) for mode, values in seconds.items()}
+    took = {mode: [steps[mode].seconds for steps in rounds] for mode in MODES}
+    medians = {mode: statistics.median(values) for mode, values in took.items()}
+    spans = {mode: statistics.median(steps[mode].makespan for steps in rounds) for mode in MODES}
     return {
         "tower share": tower / model,
         "fits": planned >= FITS,
         "planned": planned,
-        "hidden": hidden(medians["bubbles"], medians["none"], tower),
-        "fastest": hidden(min(seconds["bubbles"]), min(seconds["none"]), tower),
+        "hidden": 1 - (spans["bubbles"] - spans["none"]) * PIPELINE / tower,
         "vs inline": medians["inline"] / medians["bubbles"],
         "vs phase": medians["phase"] / medians["bubbles"],
         **{f"{mode} ms": medians[mode] * 1e3 for mode in MODES},
-        "spread": max(max(values) / min(values) for values in seconds.values()),
-        "seconds": {mode: list(values) for mode, values in seconds.items()},
+        "spread": max(max(values) / min(values) for values in took.values()),
         "costs": {
             "forward": list(costs.forward),
             "backward": list(costs.backward),
@@ -236,11 +253,6 @@ def figures(costs: Costs, planned: float, seconds: Mapping[str, Sequence[float]]
             "vision_backward": [list(row) for row in costs.vision_backward],
         },
     }
-
-
-def hidden(with_images: float, without: float, tower: float) -> float:
-    """Share of the tower's seconds that a step hides; see `parallel.pipeline.vision_fill.hidden_fraction`."""
-    return 1 - (with_images - without) * PIPELINE / tower
 
 
 if __name__ == "__main__":

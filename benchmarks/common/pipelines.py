@@ -43,6 +43,11 @@ class Measured:
     ran on the cores, and the times say little. 1 on a GPU and where operations are not noted."""
     losses: Losses
 
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first operation of any rank to the end of the last one; gradient sums follow."""
+        return max(events[-1][4] for events in self.ranks) - min(events[0][3] for events in self.ranks)
+
 
 class PipelineRank:
     """Builds the model of this rank; `close` at the end. Collective, like all of it."""

@@ -26,6 +26,7 @@ from ..data.ngram import LARGEST_VOCABULARY, byte_bigram_loss
 from ..data.skips import Skips
 from ..data.tokenizer import Tokenizer, image_placeholder, load_tokenizer
 from ..ops.packing import Packing
+from ..vision_shapes import Grid
 from .step import Batch
 
 IMAGE_SALT = 2 << 32
@@ -64,19 +65,25 @@ class Inputs:
             data_parallel_rank=groups.pg_collection.dp.rank(),
             data_parallel_size=ranks,
         )
+        self._ahead: list[Batch] | None = None
 
     def seek(self, steps_done: int) -> None:
         """Continue behind `steps_done` steps."""
+        self._ahead = None
         self.loader.load_state_dict(
             {"consumed_samples": steps_done * self.global_batch_size, "microbatch": 0}
         )
 
     def next_step(self) -> list[Batch]:
         """This rank's micro-batches of the next optimizer step; with images a collective of its pipeline."""
-        batches = [next(self.loader) for _ in range(self.config.run.microbatches)]
-        if self.encoder is not None:
-            batches = self._agreed(batches)
+        batches, self._ahead = self._ahead or self._read(), None
         return [self._place(batch) for batch in batches]
+
+    def images_ahead(self) -> list[list[Grid]]:
+        """Grids of the images, by micro-batch, of what `next_step` will give; a collective likewise."""
+        if self._ahead is None:
+            self._ahead = self._read()
+        return [_grids(batch) for batch in self._ahead]
 
     def validation(self) -> list[Batch]:
         """This rank's share of the validation micro-batches."""
@@ -154,6 +161,10 @@ class Inputs:
         )
         return Samples(mixed, text.num_samples)
 
+    def _read(self) -> list[Batch]:
+        batches = [next(self.loader) for _ in range(self.config.run.microbatches)]
+        return batches if self.encoder is None else self._agreed(batches)
+
     def _agreed(self, batches: list[Batch]) -> list[Batch]:
         """The batches, or those of the pipeline's first rank where a rank could not read an image.
 
@@ -174,13 +185,15 @@ class Inputs:
     def _place(self, batch: Batch) -> Batch:
         device = self.groups.device
         placed: Batch = {
-            name: value.tolist() if name == "grids" else value.to(device, non_blocking=True)
+            name: _grids(batch) if name == "grids" else value.to(device, non_blocking=True)
             for name, value in batch.items()
         }
-        if "grids" in placed:
-            placed["grids"] = [tuple(grid) for grid in placed["grids"]]
         placed["packing"] = Packing.from_tokens(placed["tokens"], self.tokenizer.eod_id)
         return placed
+
+
+def _grids(batch: Batch) -> list[Grid]:
+    return [tuple(grid) for grid in batch["grids"].tolist()]
 
 
 def _digest(batches: list[Batch]) -> int:

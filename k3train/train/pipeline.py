@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +34,8 @@ class Pipeline:
         """Set for a step that is to be measured."""
         self.executors: dict[Any, TableExecutor] = {}
         self._bundles: dict[Any, Bundles] = {}
+        self._planned: dict[Any, Future[tuple[Table, Bundles]]] = {}
+        self._planner = ThreadPoolExecutor(1, "planner")
 
     def run(
         self,
@@ -61,6 +64,12 @@ class Pipeline:
             tower=self.tower,
         )
 
+    def prepare(self, grids: Sequence[Sequence[Grid]]) -> None:
+        """Start, in a thread, to plan a training step to come: filling a large table takes seconds."""
+        key = tuple(map(tuple, grids))
+        if (key, False) not in self.executors and key not in self._planned:
+            self._planned[key] = self._planner.submit(self.table, key)
+
     @cached_property
     def wires(self) -> Wires | None:
         """This rank's connections to its neighbours; a collective over all ranks when first used."""
@@ -87,7 +96,9 @@ class Pipeline:
         if key not in self.executors:
             if len(self.executors) >= KEPT:
                 self.executors.clear()
-            table, self._bundles[grids] = self.table(grids)
+                self._bundles.clear()
+            planned = self._planned.pop(grids, None)
+            table, self._bundles[grids] = planned.result() if planned else self.table(grids)
             self.executors[key] = self._build(table, forward_only)
         if self.tower is not None:
             self.tower.load(batches, self._bundles[grids])

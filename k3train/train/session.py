@@ -155,6 +155,8 @@ class Session:
             self.step += 1
             with self.trace.phase("data", self.step):
                 batches = self.inputs.next_step()
+                if self.trainer.tower is not None and self.step < self.config.run.steps:
+                    self.trainer.pipeline.prepare(self.inputs.images_ahead())
             with self.recorder.step(self.step):
                 result = train_step(self.trainer, batches, self.step, self.trace.phase)
             seconds, clock = time.perf_counter() - clock, time.perf_counter()
