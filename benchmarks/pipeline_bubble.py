@@ -34,7 +34,7 @@ def main() -> None:
     parser = report.arguments(__doc__ or "")
     parser.add_argument("--virtual", type=int, action="append", help="chunks of a rank (1 and 2); repeatable")
     parser.add_argument("--microbatches", type=int, default=8, help="a multiple of 2 (%(default)s)")
-    parser.add_argument("--steps", type=int, help="measured steps of each schedule (20, quick 5)")
+    parser.add_argument("--steps", type=int, help="measured steps of each schedule (20, quick 4)")
     parser.add_argument("overrides", nargs="*", help="configuration overrides behind the recipe's")
     options = parser.parse_args()
     if options.microbatches % PIPELINE:
@@ -42,7 +42,7 @@ def main() -> None:
     rows = []
     for virtual in options.virtual or [1, 2]:
         overrides = workload(virtual, options.microbatches, quick=options.quick) + options.overrides
-        steps = options.steps or (5 if options.quick else 20)
+        steps = options.steps or (4 if options.quick else 20)
         arguments = {"overrides": overrides, "steps": steps}
         rows.append(run_ranks("benchmarks.pipeline_bubble:measure", PIPELINE, arguments, timeout=TIMEOUT))
     shown = [{key: value for key, value in row.items() if not isinstance(value, list | dict)} for row in rows]
@@ -87,7 +87,7 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
     recording = Recording(table.layout, table.name, {n: measured[n].ranks for n in undisturbed(shares)})
     row = figures(compare(recording), [step.seconds for step in measured], reference)
     row |= {"core share": statistics.median(shares), "steps": f"{len(recording.steps)} of {steps}"}
-    return {**row, "overrides": overrides, "core shares": shares, "recording": recording.to_json()}
+    return {**row, "overrides": overrides, "core shares": shares}
 
 
 def same(first: Any, second: Any) -> bool:

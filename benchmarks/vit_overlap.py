@@ -11,7 +11,7 @@ tokens), bubbles, inline, phase.
 without images, both medians, W what all the tower's operations took together. 0 is as long as with the
 tower's work balanced over the ranks, 1 for nothing. `planned` simulates the executed table with the medians
 of the same run, messages taken as free. `tower share` is W over the language model's work; the plan fits
-where at least 80 % are planned as hidden. Speed-ups are ratios of whole steps, the sums of gradients included.
+where at least 80 % are planned as hidden. Speed-ups are ratios of whole steps, with the sums of gradients.
 
 `core share` is CPU time over the time of the operations: well below 1, the machine was not free. Figures come
 from undisturbed rounds, with a share of 0.9 or more in every step; where one is disturbed another follows, up

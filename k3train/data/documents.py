@@ -5,6 +5,7 @@ A record is a line of an index or the `json` member of a sample in a tar shard. 
 `{"parts": [{"text": "before"}, {"image": "a.png"}, {"video": ["f0.png", "f1.png"]}, {"text": "after"}]}`.
 An image may carry `"boxes": [{"label": "cat", "box": [x0, y0, x1, y1]}]` in pixels of the upright image, or
 of the pixels as stored with `"boxes_in": "stored"`; `box_normalised` in place of `box` runs from 0 to 1.
+No text, no parts or no frames make an empty document, or an empty part, and no error.
 """
 
 from __future__ import annotations
@@ -82,17 +83,19 @@ def parse_record(record: Any, name: str, resolve: Callable[[str], Blob]) -> Docu
     if not isinstance(record, dict):
         raise UserError(f'{name}: expected an object like {{"image": .., "text": ..}}, not {record!r:.60}')
     if "parts" in record:
-        if not isinstance(record["parts"], list) or not record["parts"]:
-            raise UserError(f"{name}: `parts` must be a list of at least one part")
+        if not isinstance(record["parts"], list):
+            raise UserError(f"{name}: `parts` must be a list, not {record['parts']!r:.60}")
         return Document(name, tuple(_part(part, name, resolve) for part in record["parts"]))
     text = record.get("text", "")
     if not isinstance(text, str):
         raise UserError(f"{name}: `text` must be a string, not {text!r:.60}")
     if "image" not in record and "video" not in record:
-        if not text:
+        if "text" not in record:
             raise UserError(f"{name}: expected `image`, `video`, `text` or `parts`, found {sorted(record)}")
-        return Document(name, (text,))
+        return Document(name, (text,) if text else ())
     picture = _picture(record, name, resolve)
+    if not isinstance(picture, Picture):
+        return Document(name, ())
     return Document(name, (picture, text) if text else (picture,), caption=True)
 
 
@@ -142,14 +145,18 @@ def _part(part: Any, name: str, resolve: Callable[[str], Blob]) -> Part:
     raise UserError(f"{name}: a part must hold `text`, `image` or `video`, not {part!r:.60}")
 
 
-def _picture(part: dict[str, Any], name: str, resolve: Callable[[str], Blob]) -> Picture:
+def _picture(part: dict[str, Any], name: str, resolve: Callable[[str], Blob]) -> Part:
+    """The picture of a part; no text where it is a video of no frames."""
     files = part.get("image", part.get("video"))
     files = [files] if isinstance(files, str) else files
-    if not isinstance(files, list) or not files or not all(isinstance(file, str) for file in files):
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
         raise UserError(f"{name}: `image` must be a file name, and `video` one or a list, not {files!r:.60}")
-    if "image" in part and len(files) > 1:
+    if "image" in part and len(files) != 1:
         raise UserError(f"{name}: `image` is one file; name frames as `video`, or several parts")
-    return Picture(f"{name} {files[0]}", tuple(resolve(file) for file in files), _regions(part, name))
+    regions = _regions(part, name)
+    if not files:
+        return ""
+    return Picture(f"{name} {files[0]}", tuple(resolve(file) for file in files), regions)
 
 
 def _regions(part: dict[str, Any], name: str) -> tuple[Region, ...]:
@@ -167,5 +174,13 @@ def _region(entry: Any, stored: bool, name: str) -> Region:
     box = entry.get("box_normalised" if normalised else "box") if isinstance(entry, dict) else None
     if not isinstance(box, list) or len(box) != 4 or not all(isinstance(v, int | float) for v in box):
         raise UserError(f"{name}: a box needs `box` or `box_normalised` of four numbers, not {entry!r:.60}")
-    left, top, right, bottom = map(float, box)
+    left, top, right, bottom = map(_float, box)
     return Region(str(entry.get("label", "")), (left, top, right, bottom), normalised, stored)
+
+
+def _float(value: float) -> float:
+    """Infinity, which lies outside every image, for an integer that no float can hold."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

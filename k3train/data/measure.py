@@ -17,10 +17,10 @@ from ..errors import UserError
 from .cache import cache_folder, file_lock
 from .documents import Source
 from .encode import Encoder, Piece
-from .skips import ImageError, Skips
+from .skips import TRANSIENT, ImageError, Skips
 
 # Changes when the same documents would get other costs.
-FORMAT = 1
+FORMAT = 2
 SLOW = 10_000
 
 Costs = list[tuple[int, int]]
@@ -61,7 +61,7 @@ def measure(
     """Costs of all documents of `source`; those with a fingerprint are kept in the cache folder.
 
     Any number of processes may call this at once: one measures, the others wait. What the headers show to be
-    of no use is counted by each.
+    of no use is counted by each. Costs that a file missing or unreadable for now has changed are not kept.
 
     Raises:
         UserError: a record makes no sense, or the cache folder cannot be written.
@@ -88,7 +88,8 @@ def _kept(path: Path, source: Source, encoder: Encoder, say: Callable[[str], Non
                 if len(source) > SLOW:
                     say(f"data: measuring the {len(source)} documents of {source.name}, once")
                 kept = _measure(source, encoder)
-                _save(path, kept)
+                if not any(reason in TRANSIENT for reason, _ in kept.skipped):
+                    _save(path, kept)
     except OSError as error:
         raise UserError(f"{path.parent} cannot be written ({error.strerror}); set data.cache_dir") from error
     return kept

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+# Reasons that the next run may not meet.
+TRANSIENT = frozenset({"missing", "unreadable", "out of memory"})
+
 
 class ImageError(Exception):
     """An image that cannot be used. `reason` is a few words, the same for every image of its kind."""
@@ -27,6 +30,8 @@ class Skips:
 
     def add(self, reason: str, where: str) -> None:
         """Count `where`, the name of an image, annotation or document."""
+        # JSON can hold half of a surrogate pair, which cannot be printed.
+        where = where.encode("utf-8", "backslashreplace").decode()
         if reason not in self.examples:
             self.examples[reason] = where
             self.warn(f"data: {where} is left out ({reason}); more of this kind are counted, not listed")

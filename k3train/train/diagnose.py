@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..model.attn_res import ResidualState
 from ..model.naming import named_parameters
 from .step import Batch, Trainer, run_batches
+from .tower import Tower
 
 
 class NonFiniteError(RuntimeError):
@@ -43,12 +45,15 @@ def _describe(ranks: list[dict[str, Any]]) -> str:
         name, rank = gradients[-1]
         samples = sorted({sample for batch in ranks[rank]["samples"] for sample in batch})
         return f"the gradient of {name} is not finite on rank {rank}, samples {samples}"
-    return "the loss was not finite, but it is when the step is run again"
+    return "the loss or the gradient norm was not finite, but every value is when the step is run again"
 
 
 def _first_bad_gradient(trainer: Trainer) -> str | None:
-    for model in reversed(trainer.models):
-        for name, parameter in reversed(list(named_parameters(model))):
+    named = [list(named_parameters(model)) for model in trainer.models]
+    if trainer.tower is not None:
+        named.insert(0, list(unwrap_model(trainer.tower.model).named_parameters()))
+    for parameters in reversed(named):
+        for name, parameter in reversed(parameters):
             gradient = getattr(parameter, "main_grad", None)
             if gradient is not None and not torch.isfinite(gradient).all():
                 return name
@@ -68,6 +73,9 @@ def _first_bad_activation(trainer: Trainer, batches: list[Batch]) -> tuple[int, 
         for order, (name, module) in enumerate(watched.items(), start=model.layer_range.start):
             place = -1 if name == "the embedding" else order
             handles.append(module.register_forward_hook(_watch(place, name, found)))
+    if trainer.tower is not None:
+        tower = unwrap_model(trainer.tower.model)
+        handles.append(tower.register_forward_hook(_watch_tower(trainer.tower, found)))
     try:
         with torch.no_grad():
             run_batches(trainer, batches, forward_only=True)
@@ -75,6 +83,14 @@ def _first_bad_activation(trainer: Trainer, batches: list[Batch]) -> tuple[int, 
         for handle in handles:
             handle.remove()
     return min(found, default=None)
+
+
+def _watch_tower(tower: Tower, found: list[tuple[int, int, str]]) -> Any:
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if not torch.isfinite(output).all():
+            found.append((tower.running, -2, "the vision tower"))
+
+    return hook
 
 
 def _watch(place: int, name: str, found: list[tuple[int, int, str]]) -> Any:

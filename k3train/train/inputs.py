@@ -6,6 +6,7 @@ Shapes: b batch, s sequence.
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -126,6 +127,14 @@ class Inputs:
             for sample in (self.valid[index] for index in range(len(self.valid)))
         ]
         return byte_bigram_loss(corpus.tokens, windows, vocabulary)
+
+    def left_out(self) -> dict[str, int]:
+        """Images and documents that could not be used, over all ranks, by reason; a collective."""
+        if self.encoder is None:
+            return {}
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, self.encoder.skips.entries())
+        return dict(Counter(reason for reason, _ in {entry for entries in ranks for entry in entries}))
 
     def close(self) -> None:
         """End the reading thread."""

@@ -52,7 +52,7 @@ class Pipeline:
         data = self.config.data
         executor = self._executor(batches, forward_only)
         executor.clock = self.clock
-        return executor(
+        reports = executor(
             forward_step_func=forward_step_func,
             data_iterator=[iter(batches) for _ in chunks],
             model=chunks,
@@ -63,6 +63,9 @@ class Pipeline:
             pg_collection=self.groups.pg_collection,
             tower=self.tower,
         )
+        if self.tower is not None:
+            self.tower.unload()
+        return reports
 
     def prepare(self, grids: Sequence[Sequence[Grid]]) -> None:
         """Start, in a thread, to plan a training step to come: filling a large table takes seconds."""
@@ -94,15 +97,20 @@ class Pipeline:
         grids = tuple(tuple(batch.get("grids", ())) for batch in batches)
         key = grids, forward_only
         if key not in self.executors:
-            if len(self.executors) >= KEPT:
-                self.executors.clear()
-                self._bundles.clear()
+            self._forget_oldest()
             planned = self._planned.pop(grids, None)
             table, self._bundles[grids] = planned.result() if planned else self.table(grids)
             self.executors[key] = self._build(table, forward_only)
         if self.tower is not None:
             self.tower.load(batches, self._bundles[grids])
         return self.executors[key]
+
+    def _forget_oldest(self) -> None:
+        while len(self.executors) >= KEPT:
+            grids, forward_only = next(iter(self.executors))
+            del self.executors[grids, forward_only]
+            if (grids, not forward_only) not in self.executors:
+                self._bundles.pop(grids, None)
 
     def _build(self, table: Table, forward_only: bool) -> TableExecutor:
         topology = self.groups.topology

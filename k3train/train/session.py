@@ -240,6 +240,7 @@ class Session:
         traces: list[Any] | None = [None] * dist.get_world_size() if self.groups.is_first else None
         dist.gather_object(self.trace.events(), traces)
         recording = self.recorder.gather()
+        left_out = self.inputs.left_out()
         complete = self.step == self.config.run.steps
         bigram = self.inputs.bigram_loss() if complete and self.groups.is_first else None
         if not self.groups.is_first:
@@ -249,7 +250,10 @@ class Session:
         if recording is not None:
             timeline.write(self.run_dir, recording)
         self.tracker.close()
-        summary.write(self.config, self.run_dir, self.groups, self.started, self.step, bigram)
+        if left_out:
+            counts = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+            self._say(f"left out of data.images so far: {counts}")
+        summary.write(self.config, self.run_dir, self.groups, self.started, self.step, bigram, left_out)
         report = write_report(self.run_dir)
         self._say_goodbye(report, complete, bigram)
 

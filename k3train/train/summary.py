@@ -20,9 +20,18 @@ from ..log.metrics import replace_file
 
 
 def write(
-    config: Config, run_dir: Path, groups: Groups, started: float, step: int, bigram_loss: float | None
+    config: Config,
+    run_dir: Path,
+    groups: Groups,
+    started: float,
+    step: int,
+    bigram_loss: float | None,
+    left_out: dict[str, int],
 ) -> None:
-    """Write the summary of a run that ended, or was stopped, at `step`; `started` in epoch seconds."""
+    """Write the summary of a run that ended, or was stopped, at `step`; `started` in epoch seconds.
+
+    `left_out` counts images and documents that could not be used, by reason.
+    """
     parameters = {"total": shapes.total(config.model), "active": shapes.active(config.model)}
     if config.vision.enabled:
         parameters |= vision_shapes.count_by_kind(config.vision, config.model.hidden_size)
@@ -37,6 +46,7 @@ def write(
         "step": step,
         "tokens_per_step": _tokens_per_step(config),
         "bigram_loss": bigram_loss,
+        "left_out": left_out or None,
     }
     known = {name: value for name, value in facts.items() if value is not None}
     replace_file(run_dir / "summary.json", (json.dumps(known, indent=1) + "\n").encode())

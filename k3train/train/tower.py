@@ -31,21 +31,25 @@ class Tower:
         self._reductions: list[Any] = []
         self._batches: Sequence[dict[str, Any]] = ()
         self._bundles: Bundles = ()
+        self.running = 0
+        """Micro-batch whose images went through the tower last."""
+        self.flops = 0.0
+        """Model FLOPs of forward and backward of the last step's images, recomputation not counted."""
 
     def load(self, batches: Sequence[dict[str, Any]], bundles: Bundles) -> None:
         """Take the images of a step, and note in each batch where the features, part by part, belong."""
         self._batches, self._bundles = batches, bundles
+        grids = [grid for batch in batches for grid in batch["grids"]]
+        self.flops = train_flops(self.vision, self.out_size, grids)
         for batch, parts in zip(batches, bundles, strict=True):
             sizes = [tokens(self.vision, grid) for grid in batch["grids"]]
             pieces = batch["image_positions"].split(sizes)
             order = [item for part in parts for item in part]
             batch["feature_positions"] = torch.cat([pieces[item] for item in order]) if order else None
 
-    @property
-    def flops(self) -> float:
-        """Model FLOPs of forward and backward of this step's images, recomputation not counted."""
-        grids = [grid for batch in self._batches for grid in batch["grids"]]
-        return train_flops(self.vision, self.out_size, grids)
+    def unload(self) -> None:
+        """Let go of the images."""
+        self._batches, self._bundles = (), ()
 
     def shape(self, microbatch: int, part: int) -> tuple[int, int]:
         """[n, d] of the features of a part."""
@@ -54,6 +58,7 @@ class Tower:
 
     def forward(self, microbatch: int, part: int) -> Tensor:
         """Features [n, d] of a part."""
+        self.running = microbatch
         batch = self._batches[microbatch]
         sizes = [patches(grid) for grid in batch["grids"]]
         pieces = batch["patches"].split(sizes)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.schedules import (
     backward_step,
     deallocate_output_tensor,
@@ -37,7 +38,6 @@ from .table import (
     TOWER,
     VISION_BACKWARD,
     VISION_FORWARD,
-    WEIGHT,
     Op,
     Table,
 )
@@ -45,6 +45,18 @@ from .wires import Wires
 
 Place = tuple[int, int]
 """(chunk or part, micro-batch)"""
+
+
+RUN = {
+    FORWARD: "_forward",
+    BACKWARD: "_backward",
+    VISION_FORWARD: "_vision_forward",
+    VISION_BACKWARD: "_vision_backward",
+    REDUCE: "_reduce",
+    PREFETCH: "_move",
+    RELEASE: "_move",
+}
+"""The method of each kind of operation. Not bound ones, whose circle would keep an executor's tensors."""
 
 
 class Tower(Protocol):
@@ -75,13 +87,29 @@ class Moves(Protocol):
 class _State:
     """Of one step."""
 
-    inputs: dict[Place, Tensor | None]
-    outputs: dict[Place, Tensor]
-    features: dict[Place, Tensor]
-    arrived: dict[Message, Tensor]
-    local: dict[Message, Tensor]
-    reports: list[Any]
+    chunks: list[nn.Module]
+    data: list[Iterator[Any]]
+    config: ModelParallelConfig
+    forward_step_func: Callable[..., Any]
+    forward_only: bool
+    context_size: int
+    tower: Tower | None
+    shape: tuple[int, int, int]
+    """[s, b, d] of one source."""
+    device: torch.device
+    bank: RowBank
     tokens: Tensor
+    inputs: dict[Place, Tensor | None] = field(default_factory=dict)
+    outputs: dict[Place, Tensor] = field(default_factory=dict)
+    features: dict[Place, Tensor] = field(default_factory=dict)
+    arrived: dict[Message, Tensor] = field(default_factory=dict)
+    local: dict[Message, Tensor] = field(default_factory=dict)
+    reports: list[Any] = field(default_factory=list)
+
+    def assert_empty(self) -> None:
+        """Nothing of a step is left over at its end."""
+        assert self.bank.is_empty and not (self.inputs or self.outputs or self.features), "left over"
+        assert not (self.arrived or self.local), "messages that nobody used"
 
 
 class TableExecutor:
@@ -110,16 +138,6 @@ class TableExecutor:
         timeline = simulate(table, uniform(table.layout, parts=table.parts))
         self.program: list[Step] = programs(table, timeline)[rank]
         self.clock: StepClock | None = None
-        self._run: dict[str, Callable[[Op], None]] = {
-            FORWARD: self._forward,
-            BACKWARD: self._backward,
-            VISION_FORWARD: self._vision_forward,
-            VISION_BACKWARD: self._vision_backward,
-            REDUCE: self._reduce,
-            PREFETCH: self._move,
-            RELEASE: self._move,
-        }
-        assert WEIGHT not in self._run
 
     def __call__(
         self,
@@ -142,31 +160,39 @@ class TableExecutor:
         layout = self.table.layout
         assert num_microbatches == layout.microbatches, (num_microbatches, layout.microbatches)
         assert forward_only == all(op.kind in (FORWARD, VISION_FORWARD) for op in self.table.ranks[self.rank])
-        self._chunks = model if isinstance(model, list) else [model]
-        self._data = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        assert len(self._chunks) == len(self._data) == layout.virtual
-        self._config = get_model_config(self._chunks[0])
-        self._forward_step_func, self._forward_only = forward_step_func, forward_only
-        self._context_size, self._tower = pg_collection.cp.size(), tower
-        self._shape = (seq_length // self._context_size, micro_batch_size, self._config.hidden_size)
-        self._device = next(self._chunks[0].parameters()).device
-        self._bank = RowBank(self.rows, self.rank)
-        tokens = torch.zeros([], dtype=torch.int, device=self._device)
-        self._state = state = _State({}, {}, {}, {}, {}, [], tokens)
-        with (self._config.no_sync_func or nullcontext)():
-            self._walk()
-        assert self._bank.is_empty and not (state.inputs or state.outputs or state.features), "left over"
-        assert not (state.arrived or state.local), "messages that nobody used"
-        if self._config.finalize_model_grads_func is not None and not forward_only:
-            self._config.finalize_model_grads_func(
-                self._chunks,
-                state.tokens if self._config.calculate_per_token_loss else None,
+        chunks = model if isinstance(model, list) else [model]
+        data = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        assert len(chunks) == len(data) == layout.virtual
+        config = get_model_config(chunks[0])
+        context_size, device = pg_collection.cp.size(), next(chunks[0].parameters()).device
+        self._state = state = _State(
+            chunks=chunks,
+            data=data,
+            config=config,
+            forward_step_func=forward_step_func,
+            forward_only=forward_only,
+            context_size=context_size,
+            tower=tower,
+            shape=(seq_length // context_size, micro_batch_size, config.hidden_size),
+            device=device,
+            bank=RowBank(self.rows, self.rank),
+            tokens=torch.zeros([], dtype=torch.int, device=device),
+        )
+        try:
+            with (config.no_sync_func or nullcontext)():
+                self._walk()
+        finally:
+            # An executor outlives its step by far: it must hold none of the step's tensors.
+            del self._state
+        state.assert_empty()
+        if config.finalize_model_grads_func is not None and not forward_only:
+            config.finalize_model_grads_func(
+                chunks,
+                state.tokens if config.calculate_per_token_loss else None,
                 pg_collection=pg_collection,
                 force_all_reduce=force_all_reduce,
             )
-        reports = state.reports
-        del self._state, self._bank
-        return reports
+        return state.reports
 
     def _walk(self) -> None:
         for action, item in self.program:
@@ -175,7 +201,7 @@ class TableExecutor:
                 continue
             assert self.wires is not None
             if action == "recv":
-                self.wires.receive(item, self._message_shape(item), self._dtype, self._device)
+                self.wires.receive(item, self._message_shape(item), self._dtype, self._state.device)
             elif action == "wait":
                 self._state.arrived[item] = self.wires.wait(item)
             else:
@@ -185,27 +211,28 @@ class TableExecutor:
             self.wires.finish()
 
     def _timed(self, op: Op) -> None:
+        run = getattr(self, RUN[op.kind])
         if self.clock is None:
-            self._run[op.kind](op)
+            run(op)
             return
         with self.clock.measure(op):
-            self._run[op.kind](op)
+            run(op)
 
     @property
     def _dtype(self) -> torch.dtype:
-        return self._config.params_dtype  # type: ignore[no-any-return]
+        return self._state.config.params_dtype  # type: ignore[no-any-return]
 
     def _message_shape(self, message: Message) -> tuple[int, ...]:
         if message.flow == "activation":
             return self._edge_shape(message.stage)
         if message.flow == "gradient":
             return self._edge_shape(message.stage + 1)
-        assert self._tower is not None
-        return self._tower.shape(message.microbatch, message.stage)
+        assert self._state.tower is not None
+        return self._state.tower.shape(message.microbatch, message.stage)
 
     def _edge_shape(self, stage: int) -> tuple[int, ...]:
         """Shape of the message into a stage, and of its gradient."""
-        s, b, hidden_size = self._shape
+        s, b, hidden_size = self._state.shape
         return s, b, self.rows.width(stage) * hidden_size
 
     def _take(self, op: Op, flow: str) -> dict[int, Tensor]:
@@ -240,22 +267,22 @@ class TableExecutor:
         sources: Sequence[Tensor | None] = [received]
         if stage:
             assert received is not None
-            sources = self._bank.enter(stage, op.microbatch, received)
+            sources = self._state.bank.enter(stage, op.microbatch, received)
 
         def step(data: Iterator[Any], model: nn.Module) -> tuple[Any, Any]:
-            output, loss = self._forward_step_func(data, model)
-            return (output if last else self._bank.leave(stage, op.microbatch, output)), loss
+            output, loss = self._state.forward_step_func(data, model)
+            return (output if last else self._state.bank.leave(stage, op.microbatch, output)), loss
 
         (output,), tokens = forward_step(
             step,
-            self._data[op.chunk],
-            self._chunks[op.chunk],
+            self._state.data[op.chunk],
+            self._state.chunks[op.chunk],
             layout.microbatches,
             sources,
             state.reports,
-            self._config,
-            self._context_size,
-            is_first_microbatch=op.microbatch == 0 and not self._forward_only,
+            self._state.config,
+            self._state.context_size,
+            is_first_microbatch=op.microbatch == 0 and not self._state.forward_only,
             current_microbatch=op.microbatch,
             vp_stage=op.chunk if layout.virtual > 1 else None,
             is_last_stage=last,
@@ -263,12 +290,12 @@ class TableExecutor:
         state.tokens += tokens
         if not last:
             self._give("activation", layout.home(stage + 1)[0], stage + 1, op.microbatch, output.detach())
-        if self._forward_only:
+        if self._state.forward_only:
             if op.chunk == layout.virtual - 1:
-                self._bank.forget(op.microbatch)
+                self._state.bank.forget(op.microbatch)
             return
         if not last:
-            deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+            deallocate_output_tensor(output, self._state.config.deallocate_pipeline_outputs)
         state.inputs[place], state.outputs[place] = received, output
 
     def _input(self, op: Op, stage: int) -> Tensor | None:
@@ -280,7 +307,7 @@ class TableExecutor:
             if not parts:
                 return None
             received = torch.cat([parts[part] for part in sorted(parts)])
-        return received if self._forward_only else received.requires_grad_()
+        return received if self._state.forward_only else received.requires_grad_()
 
     def _backward(self, op: Op) -> None:
         layout, state = self.table.layout, self._state
@@ -290,8 +317,8 @@ class TableExecutor:
         if stage < layout.stages - 1:
             (gradient,) = self._take(op, "gradient").values()
         received, output = state.inputs.pop(place), state.outputs.pop(place)
-        (gradient,) = backward_step([received], output, gradient, self._config)
-        self._bank.collect(stage, op.microbatch, gradient if stage else None)
+        (gradient,) = backward_step([received], output, gradient, self._state.config)
+        self._state.bank.collect(stage, op.microbatch, gradient if stage else None)
         if stage:
             assert gradient is not None
             self._give("gradient", layout.home(stage - 1)[0], stage - 1, op.microbatch, gradient)
@@ -301,17 +328,17 @@ class TableExecutor:
 
     def _give_features_back(self, microbatch: int, gradient: Tensor) -> None:
         """Hand the gradient of each part's features to the rank that made them."""
-        assert self._tower is not None
+        assert self._state.tower is not None
         parts = range(self.table.parts[microbatch])
-        sizes = [self._tower.shape(microbatch, part)[0] for part in parts]
+        sizes = [self._state.tower.shape(microbatch, part)[0] for part in parts]
         for part, piece in zip(parts, gradient.split(sizes), strict=True):
             target = self.table.tower_rank[microbatch, part]
             self._give("embedding_gradient", target, part, microbatch, piece.contiguous())
 
     def _vision_forward(self, op: Op) -> None:
-        assert self._tower is not None
-        features = self._tower.forward(op.microbatch, op.chunk)
-        if not self._forward_only:
+        assert self._state.tower is not None
+        features = self._state.tower.forward(op.microbatch, op.chunk)
+        if not self._state.forward_only:
             self._state.features[op.chunk, op.microbatch] = features
         target = self.table.layout.home(0)[0]
         self._give("embedding", target, op.chunk, op.microbatch, features.detach())
@@ -329,7 +356,7 @@ class TableExecutor:
 
     def _reduce(self, op: Op) -> None:
         if op.chunk != TOWER:
-            wrapped: Any = self._chunks[op.chunk]
+            wrapped: Any = self._state.chunks[op.chunk]
             wrapped.start_grad_sync()
-        elif self._tower is not None:
-            self._tower.reduce()
+        elif self._state.tower is not None:
+            self._state.tower.reduce()

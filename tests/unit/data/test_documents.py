@@ -121,6 +121,8 @@ def test_boxes_follow_the_resized_image(tmp_path: Path) -> None:
         {"label": "b", "box_normalised": [0.5, 0.25, 1.5, 0.5]},
         {"label": "off", "box": [300, 0, 400, 10]},
         {"label": "nan", "box": [float("nan"), 0, 4, 10]},
+        {"label": "vast", "box": [0, 0, 10**401, 10]},
+        {"label": "vast", "box_normalised": [-(10**401), 0, 1, 1]},
         {"label": "swapped", "box": [100, 100, 0, 50]},
     ]
     source = folder(
@@ -136,7 +138,7 @@ def test_boxes_follow_the_resized_image(tmp_path: Path) -> None:
         "swapped [0, 28, 56, 56] [0.000, 0.500, 0.500, 1.000]\n"
         "t"
     )
-    assert reader.skips.counts == {"box outside its image": 2}
+    assert reader.skips.counts == {"box outside its image": 4}
 
 
 def test_upright_is_the_default_frame() -> None:
@@ -150,12 +152,16 @@ def test_upright_is_the_default_frame() -> None:
     ("record", "message"),
     [
         ([], "expected an object"),
-        ({"parts": []}, "at least one part"),
+        ({"parts": {}}, "`parts` must be a list"),
+        ({}, r"found \[\]"),
         ({"parts": [{"sound": "a.wav"}]}, "must hold `text`, `image` or `video`"),
         ({"caption": "x"}, r"found \['caption'\]"),
         ({"image": "a.png", "text": 3}, "`text` must be a string"),
         ({"image": 7}, "must be a file name"),
         ({"image": ["a.png", "b.png"]}, "`image` is one file"),
+        ({"image": []}, "`image` is one file"),
+        ({"video": {}}, "must be a file name"),
+        ({"video": [], "boxes": 1}, "`boxes` must be a list"),
         ({"image": "a.png", "boxes": {"x": 1}}, "`boxes` must be a list"),
         ({"image": "a.png", "boxes": [{"box": [1, 2, 3]}]}, "four numbers"),
         ({"image": "a.png", "boxes_in": "rotated"}, "valid: upright, stored"),
@@ -165,6 +171,31 @@ def test_records_that_make_no_sense(record: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         parse_record(record, "index.jsonl line 3", lambda name: Path(name))
     assert "index.jsonl line 3" in str(caught.value)
+
+
+def test_records_of_nothing_are_empty_documents(tmp_path: Path) -> None:
+    empty = [
+        {"text": ""},
+        {"parts": []},
+        {"video": []},
+        {"video": [], "text": "x"},
+        {"parts": [{"video": []}]},
+    ]
+    source = folder(tmp_path, [*empty, {"parts": [{"video": []}, {"text": "kept"}]}])
+    reader = encoder()
+    assert [ids(source, index, reader) for index in range(5)] == [[]] * 5
+    assert reader.skips.counts == {"empty document": 5}
+    assert ids(source, 5, reader) == [*b"kept", EOD]
+
+
+def test_names_that_are_no_unicode_can_be_printed(tmp_path: Path) -> None:
+    source = folder(tmp_path, [{"image": "\ud800.png"}])
+    said: list[str] = []
+    reader = Encoder(ByteTokenizer(), ImageLimits(), Skips(said.append))
+    assert reader.pieces(source.read(0)) == []
+    assert reader.skips.counts == {"unreadable": 1}
+    for line in (*said, reader.skips.summary()):
+        assert "\\ud800.png" in line and line.encode().decode() == line
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:

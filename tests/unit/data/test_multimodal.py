@@ -247,6 +247,18 @@ def test_measures_are_kept_and_follow_the_index(tmp_path: Path, cache: str) -> N
         assert counting.skips.counts == {"unknown format": 1}
 
 
+def test_measures_without_a_file_that_may_come_back_are_not_kept(tmp_path: Path, cache: str) -> None:
+    data = tmp_path / "data"
+    write(data, {"a.png": encoded(plain())}, [{"image": "a.png"}, {"image": "late.png", "text": "x"}])
+    before = encoder()
+    absent = measure(open_source(str(data), "train"), before, cache)
+    assert absent[1] == [] and before.skips.counts == {"missing": 1}
+    (data / "late.png").write_bytes(encoded(plain(56, 56)))
+    after = encoder()
+    assert measure(open_source(str(data), "train"), after, cache)[1] == [(4, 16), (1, 0), (1, 0)]
+    assert after.skips.total == 0 and len(list(Path(cache, "measures").glob("*.npz"))) == 1
+
+
 def test_digits_split_and_pixels() -> None:
     train, valid = Digits("train"), Digits("valid")
     assert len(train) + len(valid) == 1797
