@@ -91,14 +91,14 @@ def measure(pipeline: int, virtual: int, microbatches: int, overrides: list[str]
     )
     assert rank.rows.made == tuple(range(pipeline * virtual)), rank.rows.made
     table, batches = pipeline_table(rank.config, rank.groups.topology), rank.batches()
-    sent, losses, norms = [], [], []
+    sent, steps, norms = [], [], []
     for cache in (True, False):
         before = _sent(rank)
-        losses.append(rank.step(rank.executor(table, cache=cache), batches).losses)
+        steps.append(rank.step(rank.executor(table, cache=cache), batches))
         sent.append(_sent(rank) - before)
         norms.append(_norm(rank))
     tolerance = TOLERANCE[rank.config.model.dtype]
-    assert losses[0] == losses[1], losses
+    assert steps[0].equals(steps[1]), [step.losses for step in steps]
     assert abs(norms[0] - norms[1]) <= tolerance * norms[1], norms
     data, model = rank.config.data, rank.config.model
     size = data.sequence_length * data.micro_batch_size * model.hidden_size

@@ -107,6 +107,8 @@ def test_hidden_fraction_of_step_times() -> None:
     row = vit_overlap.figures(costs, 0.75, rounds)
     assert row["tower share"] == 12 / 48
     assert row["hidden"] == 1 - 1.5 / (12 / 2)
+    assert 0.1 < row["error"] < 0.3  # of rounds that hide 0.75, 1 and 1
+    assert vit_overlap.standard_error(rounds[:1] * 3, 12) == 0
     assert (row["vs inline"], row["vs phase"]) == (20 / 12.5, 15 / 12.5)
     assert row["bubbles ms"] == 12500
     assert not row["fits"]
@@ -138,8 +140,8 @@ def test_summary_names_the_last_point_that_fits_and_the_first_that_does_not() ->
     def row(images: int, planned: float) -> dict[str, Any]:
         fits = planned >= vit_overlap.FITS
         return {
-            "images": images, "planned": planned, "fits": fits, "hidden": planned - 0.05, "vs inline": 2.0,
-            "vs phase": 1.5,
+            "images": images, "planned": planned, "fits": fits, "hidden": planned - 0.05, "error": 0.1,
+            "vs inline": 2.0, "vs phase": 1.5,
         }  # fmt: skip
 
     top = vit_overlap.summary([row(2, 0.9), row(4, 0.8), row(6, 0.4), row(8, 0.3)])
