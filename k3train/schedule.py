@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from parallel.pipeline.build import ScheduleError, build
+from parallel.pipeline.build import ScheduleError, build, usual
 from parallel.pipeline.rows import RowPlan
 from parallel.pipeline.simulate import Costs, Timeline, simulate, uniform
 from parallel.pipeline.table import Layout, Table
@@ -94,7 +94,7 @@ def pipeline_table(
     Raises:
         UserError: the schedule does not exist, or needs another number of chunks.
     """
-    name = schedule or ("1f1b" if topology.virtual == 1 else "interleaved")
+    name = schedule or usual(topology.virtual)
     try:
         return build(name, topology.pipeline, topology.virtual, microbatches or config.run.microbatches)
     except ScheduleError as error:
@@ -325,16 +325,6 @@ def attn_res_rows(rows: RowPlan) -> dict[str, dict[str, int]]:
 def _sent(rows: RowPlan) -> dict[str, int]:
     return {
         "cached": rows.rows_sent(),
-        "published": _published(rows),
+        "published": rows.published_rows_sent(),
         "naive": replace(rows, cache=False).rows_sent(),
     }
-
-
-def _published(rows: RowPlan) -> int:
-    layout, sent = rows.layout, 0
-    for stage in range(1, layout.stages):
-        rank, chunk = layout.home(stage)
-        if rank != layout.home(stage - 1)[0]:
-            present = rows.known(layout.stage(rank, chunk - 1)) if chunk else 0
-            sent += rows.known(stage) - present
-    return sent

@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
+from parallel.pipeline.build import usual
 from parallel.pipeline.draw import chrome_trace, idle_share
 from parallel.pipeline.simulate import Costs, Timeline, simulate
 from parallel.pipeline.table import (
@@ -95,8 +96,7 @@ class Recording:
             raise ValueError("a V has two chunks on each rank")
         layout = Layout(pipeline, virtual, microbatches, vee)
         steps = {entry["step"]: _ranks(entry, layout) for entry in _entries(content)}
-        default = "1f1b" if virtual == 1 else "interleaved"
-        return cls(layout, str(content.get("schedule", default)), steps)
+        return cls(layout, str(content.get("schedule", usual(virtual))), steps)
 
 
 @dataclass(frozen=True)

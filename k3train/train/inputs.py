@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from ..data.images import ImageLimits
 from ..data.loader import BatchLoader, collate
 from ..data.multimodal import TextWindows, caption_samples, image_blend, sample_limits
 from ..data.ngram import LARGEST_VOCABULARY, byte_bigram_loss
+from ..data.packed import Sample
 from ..data.skips import Skips
 from ..data.tokenizer import Tokenizer, image_placeholder, load_tokenizer
 from ..ops.packing import Packing
@@ -102,11 +104,11 @@ class Inputs:
         data = self.config.data
         if self.encoder is None or "digits" not in data.images:
             return []
-        samples = caption_samples(self.encoder, data.sequence_length, data.max_patches)
+        samples = self._held_out
         size, ranks = data.micro_batch_size, self.groups.pg_collection.dp.size()
         # Every rank runs as many micro-batches; what fills them up asks nothing.
         blank = samples[0] | {"answer_positions": np.empty(0, np.int64)}
-        samples += [blank] * (-len(samples) % (size * ranks))
+        samples = samples + [blank] * (-len(samples) % (size * ranks))
         share = len(samples) // ranks
         first = self.groups.pg_collection.dp.rank() * share
         return [
@@ -139,6 +141,11 @@ class Inputs:
     def close(self) -> None:
         """End the reading thread."""
         self.loader.close()
+
+    @cached_property
+    def _held_out(self) -> list[Sample]:
+        assert self.encoder is not None
+        return caption_samples(self.encoder, self.config.data.sequence_length, self.config.data.max_patches)
 
     def _encoder(self, say: Callable[[str], None]) -> Encoder:
         data, vision = self.config.data, self.config.vision

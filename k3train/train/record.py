@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from parallel.groups import Groups
+from parallel.pipeline.build import usual
 from parallel.pipeline.clock import Event, StepClock
 from parallel.pipeline.table import Layout
 
@@ -47,5 +48,5 @@ class Recorder:
             return None
         config = self.pipeline.config
         layout = Layout(config.parallel.pipeline, config.parallel.virtual, config.run.microbatches)
-        schedule = "1f1b" if layout.virtual == 1 else "interleaved"
-        return Recording(layout, schedule, {step: [rank[step] for rank in ranks] for step in self._events})
+        steps = {step: [rank[step] for rank in ranks] for step in self._events}
+        return Recording(layout, usual(layout.virtual), steps)

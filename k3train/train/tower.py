@@ -13,11 +13,9 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from ..schedule import Bundles
 from ..vision_config import VisionConfig
 from ..vision_shapes import Grid, patches, tokens, train_flops
-
-Bundles = Sequence[Sequence[Sequence[int]]]
-"""For each micro-batch, for each part: the items of that part."""
 
 
 class Tower:
@@ -30,7 +28,7 @@ class Tower:
         self.vision, self.model, self.group, self.out_size = vision, model, group, out_size
         self._reductions: list[Any] = []
         self._batches: Sequence[dict[str, Any]] = ()
-        self._bundles: Bundles = ()
+        self._bundles: Bundles = []
         self.running = 0
         """Micro-batch whose images went through the tower last."""
         self.flops = 0.0
@@ -49,7 +47,7 @@ class Tower:
 
     def unload(self) -> None:
         """Let go of the images."""
-        self._batches, self._bundles = (), ()
+        self._batches, self._bundles = (), []
 
     def shape(self, microbatch: int, part: int) -> tuple[int, int]:
         """[n, d] of the features of a part."""

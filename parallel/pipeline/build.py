@@ -111,6 +111,11 @@ def merge(
     return [op for op in (*order, *pending) if op is not None]
 
 
+def usual(virtual: int) -> str:
+    """The schedule that training runs with this many chunks on a rank."""
+    return "1f1b" if virtual == 1 else "interleaved"
+
+
 def forward_only(table: Table) -> Table:
     """The table's forwards alone, in its order: what an evaluation runs."""
     ranks = tuple(tuple(op for op in ops if op.kind in (FORWARD, VISION_FORWARD)) for ops in table.ranks)

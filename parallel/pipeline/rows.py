@@ -42,12 +42,22 @@ class RowPlan:
 
     def rows_sent(self) -> int:
         """Rows that cross ranks for one micro-batch, forward; the running tensors are not counted."""
+        return sum(len(self.arriving(stage)) for stage in self._entered())
+
+    def published_rows_sent(self) -> int:
+        """The same if a rank kept the rows that it received, but not those that it made."""
+        sent = 0
+        for stage in self._entered():
+            rank, chunk = self.layout.home(stage)
+            sent += self.known(stage)
+            if chunk:
+                sent -= self.known(self.layout.stage(rank, chunk - 1))
+        return sent
+
+    def _entered(self) -> list[int]:
+        """Stages whose input comes from another rank."""
         home = self.layout.home
-        return sum(
-            len(self.arriving(stage))
-            for stage in range(1, self.layout.stages)
-            if home(stage)[0] != home(stage - 1)[0]
-        )
+        return [stage for stage in range(1, self.layout.stages) if home(stage)[0] != home(stage - 1)[0]]
 
     def _present(self, stage: int) -> int:
         """Rows that the stage's rank holds from its earlier chunks."""

@@ -26,7 +26,16 @@ from torch import Tensor, nn
 
 from .bank import RowBank
 from .clock import StepClock
-from .messages import Message, Step, consumes, programs
+from .messages import (
+    ACTIVATION,
+    EMBEDDING,
+    EMBEDDING_GRADIENT,
+    GRADIENT,
+    Message,
+    Step,
+    consumes,
+    programs,
+)
 from .rows import RowPlan
 from .simulate import simulate, uniform
 from .table import (
@@ -45,7 +54,6 @@ from .wires import Wires
 
 Place = tuple[int, int]
 """(chunk or part, micro-batch)"""
-
 
 RUN = {
     FORWARD: "_forward",
@@ -223,9 +231,9 @@ class TableExecutor:
         return self._state.config.params_dtype  # type: ignore[no-any-return]
 
     def _message_shape(self, message: Message) -> tuple[int, ...]:
-        if message.flow == "activation":
+        if message.flow == ACTIVATION:
             return self._edge_shape(message.stage)
-        if message.flow == "gradient":
+        if message.flow == GRADIENT:
             return self._edge_shape(message.stage + 1)
         assert self._state.tower is not None
         return self._state.tower.shape(message.microbatch, message.stage)
@@ -249,9 +257,9 @@ class TableExecutor:
     def _is_for(self, message: Message, op: Op) -> bool:
         if message.microbatch != op.microbatch:
             return False
-        if message.flow == "embedding":
+        if message.flow == EMBEDDING:
             return True
-        if message.flow == "embedding_gradient":
+        if message.flow == EMBEDDING_GRADIENT:
             return message.stage == op.chunk
         return message.stage == self.table.layout.stage(self.rank, op.chunk)
 
@@ -267,43 +275,43 @@ class TableExecutor:
         sources: Sequence[Tensor | None] = [received]
         if stage:
             assert received is not None
-            sources = self._state.bank.enter(stage, op.microbatch, received)
+            sources = state.bank.enter(stage, op.microbatch, received)
 
         def step(data: Iterator[Any], model: nn.Module) -> tuple[Any, Any]:
-            output, loss = self._state.forward_step_func(data, model)
-            return (output if last else self._state.bank.leave(stage, op.microbatch, output)), loss
+            output, loss = state.forward_step_func(data, model)
+            return (output if last else state.bank.leave(stage, op.microbatch, output)), loss
 
         (output,), tokens = forward_step(
             step,
-            self._state.data[op.chunk],
-            self._state.chunks[op.chunk],
+            state.data[op.chunk],
+            state.chunks[op.chunk],
             layout.microbatches,
             sources,
             state.reports,
-            self._state.config,
-            self._state.context_size,
-            is_first_microbatch=op.microbatch == 0 and not self._state.forward_only,
+            state.config,
+            state.context_size,
+            is_first_microbatch=op.microbatch == 0 and not state.forward_only,
             current_microbatch=op.microbatch,
             vp_stage=op.chunk if layout.virtual > 1 else None,
             is_last_stage=last,
         )
         state.tokens += tokens
         if not last:
-            self._give("activation", layout.home(stage + 1)[0], stage + 1, op.microbatch, output.detach())
-        if self._state.forward_only:
+            self._give(ACTIVATION, layout.home(stage + 1)[0], stage + 1, op.microbatch, output.detach())
+        if state.forward_only:
             if op.chunk == layout.virtual - 1:
-                self._state.bank.forget(op.microbatch)
+                state.bank.forget(op.microbatch)
             return
         if not last:
-            deallocate_output_tensor(output, self._state.config.deallocate_pipeline_outputs)
+            deallocate_output_tensor(output, state.config.deallocate_pipeline_outputs)
         state.inputs[place], state.outputs[place] = received, output
 
     def _input(self, op: Op, stage: int) -> Tensor | None:
         """What a forward starts from, a leaf: the message of the stage before, or image features."""
         if stage:
-            (received,) = self._take(op, "activation").values()
+            (received,) = self._take(op, ACTIVATION).values()
         else:
-            parts = self._take(op, "embedding")
+            parts = self._take(op, EMBEDDING)
             if not parts:
                 return None
             received = torch.cat([parts[part] for part in sorted(parts)])
@@ -315,13 +323,13 @@ class TableExecutor:
         place = op.chunk, op.microbatch
         gradient = None
         if stage < layout.stages - 1:
-            (gradient,) = self._take(op, "gradient").values()
+            (gradient,) = self._take(op, GRADIENT).values()
         received, output = state.inputs.pop(place), state.outputs.pop(place)
-        (gradient,) = backward_step([received], output, gradient, self._state.config)
-        self._state.bank.collect(stage, op.microbatch, gradient if stage else None)
+        (gradient,) = backward_step([received], output, gradient, state.config)
+        state.bank.collect(stage, op.microbatch, gradient if stage else None)
         if stage:
             assert gradient is not None
-            self._give("gradient", layout.home(stage - 1)[0], stage - 1, op.microbatch, gradient)
+            self._give(GRADIENT, layout.home(stage - 1)[0], stage - 1, op.microbatch, gradient)
         elif received is not None:
             assert gradient is not None
             self._give_features_back(op.microbatch, gradient)
@@ -333,7 +341,7 @@ class TableExecutor:
         sizes = [self._state.tower.shape(microbatch, part)[0] for part in parts]
         for part, piece in zip(parts, gradient.split(sizes), strict=True):
             target = self.table.tower_rank[microbatch, part]
-            self._give("embedding_gradient", target, part, microbatch, piece.contiguous())
+            self._give(EMBEDDING_GRADIENT, target, part, microbatch, piece.contiguous())
 
     def _vision_forward(self, op: Op) -> None:
         assert self._state.tower is not None
@@ -341,10 +349,10 @@ class TableExecutor:
         if not self._state.forward_only:
             self._state.features[op.chunk, op.microbatch] = features
         target = self.table.layout.home(0)[0]
-        self._give("embedding", target, op.chunk, op.microbatch, features.detach())
+        self._give(EMBEDDING, target, op.chunk, op.microbatch, features.detach())
 
     def _vision_backward(self, op: Op) -> None:
-        (gradient,) = self._take(op, "embedding_gradient").values()
+        (gradient,) = self._take(op, EMBEDDING_GRADIENT).values()
         features = self._state.features.pop((op.chunk, op.microbatch))
         if features.requires_grad:
             torch.autograd.backward(features, gradient)
