@@ -44,7 +44,18 @@ FEATURES = (
         ("parallel.pipeline=2", "parallel.virtual=2", "parallel.layers_per_chunk=[3,1,3,2]"),
         lambda c: c.parallel.layers_per_chunk is not None,
     ),
-    Feature("expert parallelism", "parallel.expert", ("parallel.expert=2",), lambda c: c.parallel.expert > 1),
+    Feature(
+        "expert parallelism",
+        "parallel.expert.size",
+        ("parallel.expert.size=2",),
+        lambda c: c.parallel.expert.size > 1,
+    ),
+    Feature(
+        "MoonEP",
+        "parallel.expert.dispatcher",
+        ("parallel.expert.size=2", "parallel.expert.dispatcher=moonep"),
+        lambda c: c.parallel.expert.dispatcher == "moonep",
+    ),
     Feature("data parallelism", "parallel.data", ("parallel.data=2",), lambda c: (c.parallel.data or 1) > 1),
     Feature(
         "context parallelism", "parallel.context", ("parallel.context=2",), lambda c: c.parallel.context > 1
@@ -74,6 +85,7 @@ REFUSALS = (
         "context parallelism",
         "context parallelism is not available in this version; use 1",
     ),
+    Refusal("MoonEP", "MoonEP", "moonep is not available in this version; use alltoall"),
     Refusal("ZeRO-2", "ZeRO-2", "ZeRO-2 is not available in this version; use 0 or 1"),
     Refusal(
         "Muon",
@@ -82,7 +94,9 @@ REFUSALS = (
         "use parallel.zero=0 or optim=adamw",
     ),
     Refusal(
-        "expert parallelism", "dense model", "a dense model has no experts to spread; use parallel.expert=1"
+        "expert parallelism",
+        "dense model",
+        "a dense model has no experts to spread; use parallel.expert.size=1",
     ),
 )
 

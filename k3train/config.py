@@ -146,6 +146,24 @@ class DataConfig:
 
 
 @dataclass
+class ExpertConfig:
+    """How routed experts are spread over ranks, and how tokens reach them."""
+
+    size: int = 1
+    """Ranks that share the experts of a layer; divides data x context."""
+    dispatcher: str = "alltoall"
+    """alltoall (megatron-core's: an expert is computed where it lives) or moonep (every rank computes equally
+    many rows: ranks with room fetch the weights of crowded experts)."""
+    policy: str = "fill"
+    """With moonep: fill (exact balance), eplb (replicas placed now and then by past loads) or none."""
+    slots: int | None = None
+    """With moonep: fetched experts that a rank holds at a time; more come in waves. As many as live on a rank
+    when left out, which always suffices."""
+    transport: str = "auto"
+    """With moonep: collective (any fabric), peer (GPUs that reach each other's memory) or auto."""
+
+
+@dataclass
 class ParallelConfig:
     """How the work is spread over ranks."""
 
@@ -153,8 +171,7 @@ class ParallelConfig:
     """Pipeline stages."""
     virtual: int = 1
     """Model chunks on each pipeline rank."""
-    expert: int = 1
-    """Ranks that share the experts of a layer; divides data x context."""
+    expert: ExpertConfig = field(default_factory=ExpertConfig)
     context: int = 1
     """Ranks that share a sequence."""
     data: int | None = None

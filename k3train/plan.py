@@ -193,7 +193,7 @@ def layout_of(config: Config, world_size: int) -> Topology:
     return Topology(
         pipeline=parallel.pipeline,
         virtual=parallel.virtual,
-        expert=parallel.expert,
+        expert=parallel.expert.size,
         context=parallel.context,
         data=parallel.data or world_size // (parallel.pipeline * parallel.context),
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from parallel.cpu import enable_cpu
 
+from .config import ExpertConfig
 from .config_file import load_yaml
 from .errors import UserError
 from .quiet import quiet
@@ -39,7 +40,13 @@ def sample(
         raise UserError('prompt="" is empty; give the text to continue')
     config = load_yaml(Path(run_dir) / "config.yaml")
     single = replace(
-        config.parallel, pipeline=1, virtual=1, expert=1, context=1, data=1, layers_per_chunk=None
+        config.parallel,
+        pipeline=1,
+        virtual=1,
+        expert=ExpertConfig(),
+        context=1,
+        data=1,
+        layers_per_chunk=None,
     )
     config = replace(config, parallel=single)
     for name in ("RANK", "WORLD_SIZE"):

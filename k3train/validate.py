@@ -34,6 +34,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "optim.name": ("adamw", "muon"),
     "log.wandb": ("disabled", "offline", "online"),
     "parallel.zero": (0, 1, 2),
+    "parallel.expert.dispatcher": ("alltoall", "moonep"),
+    "parallel.expert.policy": ("fill", "eplb", "none"),
+    "parallel.expert.transport": ("auto", "collective", "peer"),
 }
 
 AT_LEAST: dict[str, float] = {
@@ -70,7 +73,8 @@ AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("data.micro_batch_size", "data.max_bytes"), 1),
     "data.max_patches": 16,
     "data.max_image_side": 28,
-    **dict.fromkeys(("parallel.pipeline", "parallel.virtual", "parallel.expert", "parallel.context"), 1),
+    **dict.fromkeys(("parallel.pipeline", "parallel.virtual", "parallel.expert.size", "parallel.context"), 1),
+    "parallel.expert.slots": 1,
     **dict.fromkeys(("parallel.data", "optim.muon_steps", "eval.batches", "log.every"), 1),
     **dict.fromkeys(("cluster.nodes", "cluster.ranks_per_node", "cluster.gpus_per_node"), 1),
     **dict.fromkeys(("cluster.signal_seconds", "cluster.restarts"), 0),
@@ -204,15 +208,15 @@ def _ranks(config: Config, world_size: int) -> None:
 
 def _experts(config: Config, world_size: int) -> None:
     parallel, experts = config.parallel, config.model.num_experts
+    size = parallel.expert.size
     spread = (parallel.data or 1) * parallel.context
     valid = [n for n in range(1, min(spread, max(experts, 1)) + 1) if spread % n == 0 and experts % n == 0]
-    if spread % parallel.expert:
-        _refuse(
-            config, "parallel.expert", f"must divide data x context = {spread}; valid are {_listed(valid)}"
-        )
-    if experts % parallel.expert:
+    if spread % size:
+        reason = f"must divide data x context = {spread}; valid are {_listed(valid)}"
+        _refuse(config, "parallel.expert.size", reason)
+    if experts % size:
         reason = f"must divide model.num_experts={experts}; valid are {_listed(valid)}"
-        _refuse(config, "parallel.expert", reason)
+        _refuse(config, "parallel.expert.size", reason)
 
 
 def _model(config: Config, world_size: int) -> None:

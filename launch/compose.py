@@ -63,7 +63,7 @@ def world_size(config: Config, environ: Mapping[str, str] = os.environ) -> int:
     cluster, parallel = config.cluster, config.parallel
     if cluster.ranks_per_node is not None or cluster.nodes > 1:
         return cluster.nodes * (cluster.ranks_per_node or cluster.gpus_per_node)
-    context, expert = max(1, parallel.context), max(1, parallel.expert)
+    context, expert = max(1, parallel.context), max(1, parallel.expert.size)
     data = expert // math.gcd(expert, context) if parallel.data is None else parallel.data
     return max(1, parallel.pipeline) * context * data
 

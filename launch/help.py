@@ -38,7 +38,7 @@ TAKES_OVERRIDES = ("train", "plan", "launch")
 
 COMMON = (
     "run.dir", "run.steps", "run.seed", "run.microbatches", "run.resume", "checkpoint.every",
-    "parallel.pipeline", "parallel.virtual", "parallel.expert", "parallel.data", "parallel.zero",
+    "parallel.pipeline", "parallel.virtual", "parallel.expert.size", "parallel.data", "parallel.zero",
     "optim.lr", "log.wandb",
 )  # fmt: skip
 

@@ -30,7 +30,7 @@ class Topology:
                 raise LayoutError(f"parallel.{name}={getattr(self, name)}; use 1 or more")
         if (self.data * self.context) % self.expert:
             raise LayoutError(
-                f"parallel.expert={self.expert} must divide data x context = {self.data * self.context}"
+                f"parallel.expert.size={self.expert} must divide data x context = {self.data * self.context}"
             )
 
     @property

@@ -133,7 +133,7 @@ def plain_config(config: Config, cuda: bool) -> TransformerConfig:
         "params_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "use_cpu_initialization": not cuda,
-        "expert_model_parallel_size": parallel.expert,
+        "expert_model_parallel_size": parallel.expert.size,
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,

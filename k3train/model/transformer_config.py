@@ -59,7 +59,7 @@ def transformer_config(config: Config) -> K3TransformerConfig:
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual if interleaved else None,
         context_parallel_size=parallel.context,
-        expert_model_parallel_size=parallel.expert,
+        expert_model_parallel_size=parallel.expert.size,
         expert_tensor_parallel_size=1,
         # With two ranks both directions of an interleaved pipeline meet the same peer, and a batched
         # exchange could not tell them apart.

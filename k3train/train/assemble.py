@@ -39,7 +39,7 @@ def topology(config: Config) -> Topology:
     return Topology(
         pipeline=parallel.pipeline,
         virtual=parallel.virtual,
-        expert=parallel.expert,
+        expert=parallel.expert.size,
         context=parallel.context,
         data=parallel.data,
     )

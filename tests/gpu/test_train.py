@@ -39,7 +39,7 @@ PLAIN = (
     "model.backends.linear=local",
 )
 LAYOUTS = {
-    "expert 2": ["parallel.expert=2", "run.microbatches=2"],
+    "expert 2": ["parallel.expert.size=2", "run.microbatches=2"],
     "pipeline 2": ["parallel.pipeline=2"],
 }
 STEPS = 3

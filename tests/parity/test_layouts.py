@@ -26,8 +26,8 @@ BOUNDED = {
     "recompute": (1, ["model.recompute=layer", "parallel.zero=0"]),
     "dp2": (2, ["parallel.data=2", "run.microbatches=2"]),
     "dp2_zero0": (2, ["parallel.data=2", "run.microbatches=2", "parallel.zero=0"]),
-    "ep2": (2, ["parallel.expert=2", "run.microbatches=2", "parallel.zero=0"]),
-    "ep2_pp2": (4, ["parallel.expert=2", "parallel.pipeline=2", "run.microbatches=2"]),
+    "ep2": (2, ["parallel.expert.size=2", "run.microbatches=2", "parallel.zero=0"]),
+    "ep2_pp2": (4, ["parallel.expert.size=2", "parallel.pipeline=2", "run.microbatches=2"]),
 }
 LOSS_BOUND, GRADIENT_BOUND, WEIGHT_BOUND, MUON_BOUND = 2e-6, 1e-5, 5e-4, 1e-4
 
@@ -119,7 +119,7 @@ def test_a_tower_in_the_pipeline_stays_within_bound(
     "layout",
     [
         ["parallel.data=2", "vision.recompute=true"],
-        ["parallel.expert=2"],
+        ["parallel.expert.size=2"],
         ["parallel.data=2", "parallel.zero=1"],
     ],
     ids=["dp2_recompute", "ep2", "dp2_zero1"],

@@ -15,6 +15,7 @@ from k3train.config import (
     ClusterConfig,
     Config,
     DataConfig,
+    ExpertConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -36,12 +37,14 @@ TOWER = VisionConfig(
 SMALL = ModelConfig(vocab_size=4096)
 
 
-def make_config(model: ModelConfig = SMALL, microbatches: int = 4, zero: int = 1, **parallel: Any) -> Config:
+def make_config(
+    model: ModelConfig = SMALL, microbatches: int = 4, zero: int = 1, expert: int = 1, **parallel: Any
+) -> Config:
     return Config(
         run=RunConfig(microbatches=microbatches),
         model=model,
         data=DataConfig(sequence_length=256),
-        parallel=ParallelConfig(zero=zero, **parallel),
+        parallel=ParallelConfig(zero=zero, expert=ExpertConfig(size=expert), **parallel),
         cluster=ClusterConfig(nodes=1),
     )
 

@@ -52,11 +52,17 @@ SINGLE = ["recipe=tiny", "parallel=single", "optim=adamw"]
             [*SINGLE, "cluster.ranks_per_node=4", "parallel.data=2"],
             ["parallel.data=2", "2 ranks, but there are 4", "use 4"],
         ),
-        ([*SINGLE, "parallel.data=3", "parallel.expert=2"], ["parallel.expert=2", "data x context = 3"]),
-        ([*SINGLE, "parallel.expert=5"], ["parallel.expert=5", "model.num_experts=32", "valid are 1"]),
         (
-            [*SINGLE, "parallel.expert=2", "model.num_experts=0"],
-            ["parallel.expert=2", "no experts to spread"],
+            [*SINGLE, "parallel.data=3", "parallel.expert.size=2"],
+            ["parallel.expert.size=2", "data x context = 3"],
+        ),
+        (
+            [*SINGLE, "parallel.expert.size=5"],
+            ["parallel.expert.size=5", "model.num_experts=32", "valid are 1"],
+        ),
+        (
+            [*SINGLE, "parallel.expert.size=2", "model.num_experts=0"],
+            ["parallel.expert.size=2", "no experts to spread"],
         ),
         (["parallel.context=2"], ["parallel.context=2", "not available in this version"]),
         (["parallel.zero=2"], ["parallel.zero=2", "not available in this version"]),
@@ -199,7 +205,7 @@ def test_starting_anew_over_a_run_is_refused(held: str, tmp_path: Path) -> None:
 def test_layouts_that_work() -> None:
     for overrides, ranks in [
         (["parallel=pp2_vpp2_ep2"], 4),
-        (["parallel=single", "parallel.expert=4", "parallel.data=8"], 8),
+        (["parallel=single", "parallel.expert.size=4", "parallel.data=8"], 8),
         (["parallel.pipeline=3", "parallel.virtual=3", "run.microbatches=6", "eval.batches=6"], 3),
         (["parallel=pp2", "run.microbatches=3"], 2),
     ]:

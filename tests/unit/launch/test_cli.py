@@ -127,7 +127,7 @@ def test_sample_passes_its_options_on(
 
 
 ON_64_NODES = [
-    *("recipe=k3_pretrain", "cluster.nodes=64", "parallel.expert=64", "cluster.image=k3:1"),
+    *("recipe=k3_pretrain", "cluster.nodes=64", "parallel.expert.size=64", "cluster.image=k3:1"),
     "cluster.volume=runs",
 ]
 

@@ -11,7 +11,7 @@ def test_the_command_line_wins_over_the_recipe_and_the_recipe_over_groups() -> N
     config = compose(["recipe=tiny", "optim=adamw", "optim.lr=1e-3", "log=wandb", "parallel=ep2"])
     assert isinstance(config, Config)
     assert (config.optim.name, config.optim.lr, config.log.wandb) == ("adamw", 1e-3, "online")
-    assert (config.parallel.pipeline, config.parallel.expert) == (1, 2)
+    assert (config.parallel.pipeline, config.parallel.expert.size) == (1, 2)
     assert config.model.num_layers == 9
 
 
@@ -37,7 +37,7 @@ def test_one_pipeline_stage_drops_the_recipe_s_chunks_but_not_the_user_s() -> No
     ("overrides", "environ", "ranks", "data", "nodes", "per_node"),
     [
         (["recipe=tiny"], {}, 2, 1, 1, 2),
-        (["recipe=tiny", "parallel.expert=2"], {}, 4, 2, 1, 4),
+        (["recipe=tiny", "parallel.expert.size=2"], {}, 4, 2, 1, 4),
         (["recipe=tiny", "parallel.data=3"], {}, 6, 3, 1, 6),
         (["recipe=h200_small", "cluster.nodes=4"], {}, 32, 32, 4, 8),
         (["recipe=h200_small", "cluster.ranks_per_node=2"], {}, 2, 2, 1, 2),

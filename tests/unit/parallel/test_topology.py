@@ -96,7 +96,7 @@ def test_impossible_cuts_are_refused(explicit: list[int], message: str) -> None:
     ("sizes", "message"),
     [
         ({"pipeline": 0}, "parallel.pipeline=0"),
-        ({"expert": 4, "data": 2}, "parallel.expert=4 must divide data x context = 2"),
+        ({"expert": 4, "data": 2}, "parallel.expert.size=4 must divide data x context = 2"),
     ],
 )
 def test_impossible_layouts_are_refused(sizes: dict[str, int], message: str) -> None:
