@@ -23,6 +23,20 @@ def test_muon_updates_matrices_with_an_rms_of_a_fifth() -> None:
     )
 
 
+def test_what_per_head_muon_leaves_whole_moves_as_under_megatron_cores_muon() -> None:
+    (difference,) = run_workers("tests.unit.optim.workers:difference_to_muon", 1)
+    cut = (".q_proj.", ".k_proj.", ".v_proj.", ".q_b_proj.", ".kv_b_proj.", ".linear_fc1.")
+    by_heads = {name: value for name, value in difference.items() if any(part in name for part in cut)}
+    assert min(by_heads.values()) > 0.1, by_heads
+    rest = {name: value for name, value in difference.items() if name not in by_heads}
+    # AdamW's are the same to the bit; batched and plain products may round BF16 in different ways.
+    adamw = [
+        value for name, value in rest.items() if name.endswith(("norm.weight", "_conv", "query", "A_log"))
+    ]
+    assert len(adamw) > 50 and max(adamw) == 0
+    assert len(rest) > 100 and max(rest.values()) < 5e-3, rest
+
+
 @pytest.mark.parametrize(("steps", "warmup", "peak"), [(200, 0.01, 2), (100, 0.1, 10), (1, 0.01, 1)])
 def test_schedule_warms_up_linearly_and_ends_at_a_tenth(steps: int, warmup: float, peak: int) -> None:
     from tests.unit.optim.workers import schedule
