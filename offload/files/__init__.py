@@ -1,0 +1,1 @@
+"""Vectors in files: an asynchronous engine, and files that know what they hold."""
