@@ -1,9 +1,10 @@
 """Idle time of the pipeline's ranks: measured, beside the plan with costs of the same run, and the formula.
 
-Workload: the recipe's model (tiny, on two CPU ranks of one core; h200_small with fewer layers on two GPUs) of
-text and random tokens, PP2 with 1 and 2 chunks on each rank. A step is forward and backward of all
-micro-batches. The plan simulates the same table with the medians of what each stage's operations took, and
-messages as free; `points` is the largest difference in idle share of any rank, in percentage points.
+Workload: the recipe's model (tiny, on two CPU ranks of one core; on two GPUs 8 layers of h200_small with a
+vocabulary of 8,192 and micro-batches of 8 sequences of 8,192 tokens, so that operations take longer on the
+GPU than on the host) on random tokens, PP2 with 1 and 2 chunks on each rank. A step is forward and backward
+of all micro-batches. The plan simulates the same table with the medians of what each stage's operations took,
+and messages as free; `points` is the largest difference in idle share of any rank, in percentage points.
 `formula` is (p-1)/(v m), the idle time over the work if all chunks were equal, `planned bubble` the plan's.
 Steps through megatron-core's own schedule, which sends the whole AttnRes bank on every edge, alternate with
 those of the table; `ratio` is the table's median time over megatron-core's. `core share` is CPU time over the
@@ -25,7 +26,10 @@ from benchmarks.common.ranks import run_ranks, undisturbed
 
 PIPELINE = 2
 QUICK = ("data.sequence_length=128",)
-GPU = ("recipe=h200_small", "model.num_layers=8", "data.sequence_length=4096", "run.deterministic=false")
+GPU = (
+    "recipe=h200_small", "model.num_layers=8", "model.mtp_layers=0", "model.vocab_size=8192",
+    "data.sequence_length=8192", "data.micro_batch_size=8", "run.deterministic=false",
+)  # fmt: skip
 TIMEOUT = 600
 
 

@@ -1,8 +1,10 @@
 """The vision tower in the pipeline's bubbles, beside (a) the tower in line on the first stage and (b) a phase
 of its own before and after the pipeline, balanced over all ranks.
 
-Workload: the recipe's model (tiny without MTP on two CPU ranks of one core, h200_small with fewer layers on
-two GPUs) with a vision tower, PP2, random tokens and images of one size, a sweep of images in a micro-batch.
+Workload: the recipe's model (tiny without MTP on two CPU ranks of one core; on two GPUs 4 layers of
+h200_small with a vocabulary of 8,192 and micro-batches of 8 sequences of 8,192 tokens, so that operations
+take longer on the GPU than on the host) with a vision tower (on GPUs 4 blocks of MoonViT-V2, images of
+64 x 64 patches), PP2, random tokens and images of one size, a sweep of images in a micro-batch.
 A step is forward and backward of all micro-batches. A few steps measure what each operation costs, the
 bubbles are filled with these costs. Then rounds of one step of each kind: without images (of the same
 tokens), bubbles, inline, phase.
@@ -51,11 +53,12 @@ CPU = (
     "vision=tiny", "vision.hidden_size=128", "vision.num_heads=4", "vision.ffn_size=512",
 )  # fmt: skip
 GPU = (
-    "recipe=h200_small", "model.num_layers=8", "model.mtp_layers=0", "data.sequence_length=4096",
-    "run.deterministic=false", "vision=moonvit_v2", "vision.depth=8", "vision.recompute=false",
+    "recipe=h200_small", "model.num_layers=4", "model.mtp_layers=0", "model.vocab_size=8192",
+    "data.sequence_length=8192", "data.micro_batch_size=8", "run.deterministic=false",
+    "vision=moonvit_v2", "vision.depth=4", "vision.recompute=false",
 )  # fmt: skip
 RESAMPLES = 300
-SIDES = {"cpu": 8, "cuda": 32}
+SIDES = {"cpu": 8, "cuda": 64}
 """Patches along each side of an image."""
 IMAGES = (2, 4, 6, 8)
 QUICK_IMAGES = (4, 8)
@@ -94,9 +97,9 @@ def main() -> None:
             f"parallel.pipeline={PIPELINE}",
             f"parallel.virtual={options.virtual}",
             f"run.microbatches={options.microbatches}",
-            *(QUICK if options.quick else ()),
             *options.overrides,
         ],
+        "quick": options.quick,
     }
     rows = run_ranks("benchmarks.vit_overlap:measure", PIPELINE, arguments, timeout=TIMEOUT)
     shown = [{key: value for key, value in row.items() if not isinstance(value, dict | list)} for row in rows]
@@ -119,7 +122,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def measure(images: list[int], rounds: int, most: int, overrides: list[str]) -> list[dict[str, Any]]:
+def measure(
+    images: list[int], rounds: int, most: int, overrides: list[str], quick: bool
+) -> list[dict[str, Any]]:
     """A row for each sweep point; on every rank."""
     import torch
 
@@ -127,7 +132,7 @@ def measure(images: list[int], rounds: int, most: int, overrides: list[str]) -> 
     from k3train.schedule import pipeline_table
 
     cuda = torch.cuda.is_available()
-    rank = PipelineRank([*(GPU if cuda else CPU), *overrides])
+    rank = PipelineRank([*(GPU if cuda else (*CPU, *(QUICK if quick else ()))), *overrides])
     side = SIDES["cuda" if cuda else "cpu"]
     table = pipeline_table(rank.config, rank.groups.topology)
     plain = lane(rank, table, rank.batches(), [])

@@ -14,7 +14,6 @@ from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
-from .messages import reduced
 from .simulate import Costs, simulate
 from .table import (
     BACKWARD,
@@ -122,28 +121,43 @@ def forward_only(table: Table) -> Table:
     return replace(table, ranks=ranks)
 
 
-def with_reductions(table: Table) -> Table:
+def with_reductions(table: Table, *, bursts: bool = False, most: int | None = None) -> Table:
     """The table with a `REDUCE` of each chunk right after its last backward, and one of the tower.
 
     A rank sums the tower after its last VB, or at its end if it has none: every rank takes part in that sum.
+
+    Args:
+        bursts: sum whenever the rank turns to another chunk's backward, so that no two chunks of a rank
+            accumulate at once: ZeRO-2 needs two buffers then, one that fills and one that is being summed.
+        most: micro-batches after which a burst ends even if the same chunk goes on.
     """
     assert not _has(table, REDUCE), "the table has its reductions already"
+    last = WEIGHT if table.splits_backward else BACKWARD
 
     def insert(rank: int, ops: tuple[Op, ...]) -> Iterator[Op]:
-        targets = [*range(table.layout.virtual), *([TOWER] if table.parts else [])]
-        left = {target: len(reduced(table, rank, target)) for target in targets}
-        owner = {op: target for target in targets for op in reduced(table, rank, target)}
+        own = [op for op in ops if op.kind == last]
+        ends = set(_burst_ends(own, most) if bursts else {op.chunk: op for op in own}.values())
+        tower = [op for op in ops if op.kind == VISION_BACKWARD]
         for op in ops:
             yield op
-            if op in owner:
-                target = owner[op]
-                left[target] -= 1
-                if not left[target]:
-                    yield Op(REDUCE, target, 0)
-        if TOWER in targets and TOWER not in owner.values():
+            if op in ends:
+                yield Op(REDUCE, op.chunk, op.microbatch)
+            if tower and op == tower[-1]:
+                yield Op(REDUCE, TOWER, 0)
+        if table.parts and not tower:
             yield Op(REDUCE, TOWER, 0)
 
     return _rewritten(table, insert)
+
+
+def _burst_ends(backwards: list[Op], most: int | None) -> Iterator[Op]:
+    """The last backward of each run of one chunk's, a run being cut after `most` of them."""
+    length = 0
+    for op, after in zip(backwards, [*backwards[1:], None], strict=True):
+        length += 1
+        if after is None or after.chunk != op.chunk or length == most:
+            yield op
+            length = 0
 
 
 def with_activation_moves(table: Table, distance: int) -> Table:

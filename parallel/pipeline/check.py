@@ -45,6 +45,7 @@ def check(
     *,
     rows: RowPlan | None = None,
     limit: int | Sequence[int] | None = None,
+    buffers: int | None = None,
     transport: bool = True,
 ) -> None:
     """Raise unless a table is right.
@@ -57,12 +58,14 @@ def check(
         rows: also prove that every row is present where it is read and, with its cache, sent once to a rank.
         transport: also run the programs under every discipline, most of the work.
         limit: most chunk activations that a rank may hold at once; a sequence has one entry for each rank.
+        buffers: chunks of a rank that may hold gradients at once, from a backward to the sum that follows.
 
     Raises:
         TableError: the first rule that is broken.
     """
     _check_census(table)
     _check_vision(table)
+    _check_sums(table, buffers)
     for rank in range(len(table.ranks)):
         _check_own_order(table, rank)
     costs = uniform(table.layout, parts=table.parts, vision_forward=1, vision_backward=2)
@@ -103,13 +106,13 @@ def _check_census(table: Table) -> None:
     places = [(chunk, each) for chunk in range(layout.virtual) for each in range(layout.microbatches)]
     needed = {Op(kind, *place): None for kind in kinds for place in places}
     if any(op.kind == REDUCE for ops in table.ranks for op in ops):
-        chunks = [*range(layout.virtual), *([TOWER] if table.parts else [])]
-        needed |= {Op(REDUCE, chunk, 0): None for chunk in chunks}
-    moves = {Op(kind, *place) for kind in (RELEASE, PREFETCH) for place in places}
+        needed |= {Op(REDUCE, chunk, layout.microbatches - 1): None for chunk in range(layout.virtual)}
+        needed |= {Op(REDUCE, TOWER, 0): None} if table.parts else {}
+    allowed = {Op(kind, *place) for kind in (RELEASE, PREFETCH, REDUCE) for place in places}
     for rank, ops in enumerate(table.ranks):
         own = Counter(op for op in ops if op.kind not in (VISION_FORWARD, VISION_BACKWARD))
         for op, times in own.items():
-            if op not in needed and op not in moves:
+            if op not in needed and op not in allowed:
                 _fail(rank, op, "no such operation in this layout")
             if times > 1:
                 _fail(rank, op, f"stands {times} times, must stand once")
@@ -159,6 +162,28 @@ def _check_vision(table: Table) -> None:
         forward = homes[Op(VISION_FORWARD, op.chunk, op.microbatch)][0]
         if forward != ranks[0]:
             _fail(ranks[0], op, f"its forward ran on rank {forward}; both must share a rank")
+
+
+def _check_sums(table: Table, buffers: int | None) -> None:
+    """Each gradient is in one sum, by which no later one is carried off; few chunks hold some at once.
+
+    That no gradient misses its sum follows from the order that `reduced` asks for.
+    """
+    last = WEIGHT if table.splits_backward else BACKWARD
+    for rank, ops in enumerate(table.ranks):
+        ahead = {chunk: list(ends) for (home, chunk), ends in table.sums.items() if home == rank}
+        holding: dict[int, Op] = {}
+        for op in ops:
+            if op.kind == REDUCE and op.chunk in ahead:
+                ahead[op.chunk].remove(op.microbatch)
+                holding.pop(op.chunk, None)
+            elif op.kind == last and ahead.get(op.chunk):
+                holding[op.chunk] = op
+                following = Op(REDUCE, op.chunk, ahead[op.chunk][0])
+                if following.microbatch < op.microbatch:
+                    _fail(rank, op, f"comes before {following}, which is not to sum it")
+            if buffers is not None and len(holding) > buffers:
+                _fail(rank, op, f"{len(holding)} chunks hold gradients, there are {buffers} buffers")
 
 
 def _check_own_order(table: Table, rank: int) -> None:

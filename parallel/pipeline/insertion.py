@@ -146,6 +146,7 @@ class Network:
         self.size: list[float] = [0.0] * count
         self.heads, self.tails = (Paths([0] * count, [0] * count, [()] * count) for _ in range(2))
         self.slots: list[Slots | None] = [None] * self.pipeline
+        self.levels: list[np.ndarray | None] = [None] * self.pipeline
         self.placed: dict[Part, tuple[int, int]] = {}
         topological = self._connect(table)
         self._sweep(topological, self.heads)
@@ -177,7 +178,7 @@ class Network:
         """A network that grows on its own."""
         other = object.__new__(Network)
         other.__dict__.update(self.__dict__)
-        for name in ("ops", "cost", "rank", "size", "slots"):
+        for name in ("ops", "cost", "rank", "size", "slots", "levels"):
             setattr(other, name, list(getattr(self, name)))
         other.heads, other.tails = self.heads.copy(), self.tails.copy()
         other.order = [list(nodes) for nodes in self.order]
@@ -222,6 +223,7 @@ class Network:
             left, right = self.heads.near[node], self.tails.near[node]
             self._join(left, right)
             self.order[self.rank[node]].remove(node)
+            self.levels[self.rank[node]] = None
             for paths, mirror in ((self.heads, self.tails), (self.tails, self.heads)):
                 for other in paths.far[node]:
                     mirror.far[other] = tuple(user for user in mirror.far[other] if user != node)
@@ -261,19 +263,28 @@ class Network:
     def _room(self, rank: int, last: int, first: int, limit: float) -> tuple[int, int] | None:
         """Slots around those from `last` to `first` in which a rank holds at most `limit`, as a start and an
         exclusive end; None if it holds more between them."""
-        levels = np.array([0.0, *(self.size[node] for node in self.order[rank])]).cumsum()
+        levels = self._levels(rank)
         full = np.flatnonzero(levels > limit + SLACK * (abs(limit) + 1))
         earlier, later = full[full < last], full[full > first]
         if len(earlier) + len(later) < len(full):
             return None
         return int(earlier[-1]) + 1 if len(earlier) else 0, int(later[0]) if len(later) else len(levels)
 
+    def _levels(self, rank: int) -> np.ndarray:
+        """What a rank holds in each of its slots."""
+        levels = self.levels[rank]
+        if levels is None:
+            nodes = (0, *self.order[rank])
+            sizes = np.fromiter(map(self.size.__getitem__, nodes), np.float64, len(nodes))
+            levels = self.levels[rank] = sizes.cumsum()
+        return levels
+
     def _slots(self, rank: int) -> Slots:
         slots = self.slots[rank]
         if slots is None:
-            nodes = self.order[rank]
-            ends = np.array([0, *map(self.heads.values.__getitem__, nodes)], dtype=np.int64)
-            tails = np.array([*map(self.tails.values.__getitem__, nodes), 0], dtype=np.int64)
+            before, after = (0, *self.order[rank]), (*self.order[rank], 0)
+            ends = np.fromiter(map(self.heads.values.__getitem__, before), np.int64, len(before))
+            tails = np.fromiter(map(self.tails.values.__getitem__, after), np.int64, len(after))
             slots = self.slots[rank] = Slots(ends, tails)
         return slots
 
@@ -296,7 +307,7 @@ class Network:
             self.tails.far[other] += (node,)
         for other in after:
             self.heads.far[other] += (node,)
-        self.slots[rank] = None
+        self.slots[rank] = self.levels[rank] = None
         self._lengthen(node)
         return node
 

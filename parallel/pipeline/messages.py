@@ -84,7 +84,7 @@ def depends(table: Table, rank: int, op: Op) -> tuple[tuple[int, Op], ...]:
     if kind == VISION_BACKWARD:
         return (rank, Op(VISION_FORWARD, chunk, microbatch)), _at(layout, BACKWARD, 0, microbatch)
     if kind == REDUCE:
-        return tuple((rank, ended) for ended in reduced(table, rank, chunk))
+        return tuple((rank, ended) for ended in reduced(table, rank, op))
     if kind == RELEASE:
         return ((rank, Op(FORWARD, chunk, microbatch)),)
     if kind == PREFETCH:
@@ -92,16 +92,18 @@ def depends(table: Table, rank: int, op: Op) -> tuple[tuple[int, Op], ...]:
     return ()
 
 
-def reduced(table: Table, rank: int, chunk: int) -> list[Op]:
-    """Operations of a rank whose gradients the `REDUCE` of a chunk, or of the `TOWER`, sums."""
-    if chunk == TOWER:
+def reduced(table: Table, rank: int, op: Op) -> list[Op]:
+    """Operations of a rank whose gradients a `REDUCE` of a chunk, or of the `TOWER`, sums."""
+    if op.chunk == TOWER:
         return [
             Op(VISION_BACKWARD, part, microbatch)
             for (microbatch, part), home in table.tower_rank.items()
             if home == rank
         ]
+    earlier = [end for end in table.sums.get((rank, op.chunk), ()) if end < op.microbatch]
+    first = earlier[-1] + 1 if earlier else 0
     last = WEIGHT if table.splits_backward else BACKWARD
-    return [Op(last, chunk, microbatch) for microbatch in range(table.layout.microbatches)]
+    return [Op(last, op.chunk, microbatch) for microbatch in range(first, op.microbatch + 1)]
 
 
 def consumes(table: Table, rank: int, op: Op) -> tuple[Message, ...]:

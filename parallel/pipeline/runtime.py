@@ -91,6 +91,14 @@ class Moves(Protocol):
     def prefetch(self, chunk: int, microbatch: int) -> None: ...
 
 
+class Gradients(Protocol):
+    """What gives chunks the memory that their gradients are accumulated in."""
+
+    def begin(self, chunk: int) -> None:
+        """A backward of the chunk follows."""
+        ...
+
+
 @dataclass
 class _State:
     """Of one step."""
@@ -131,8 +139,12 @@ class TableExecutor:
         rank: int,
         *,
         moves: Moves | None = None,
+        gradients: Gradients | None = None,
     ) -> None:
         """Plan the transfers of `table`; `wires` may be None with one pipeline rank.
+
+        Args:
+            gradients: told before each backward; None where chunks have buffers of their own.
 
         Raises:
             NotImplementedError: the table splits the backward, which the chunks' autograd graphs do not.
@@ -143,6 +155,7 @@ class TableExecutor:
             )
         assert wires is not None or table.layout.pipeline == 1
         self.table, self.rows, self.wires, self.rank, self.moves = table, rows, wires, rank, moves
+        self.gradients = gradients
         timeline = simulate(table, uniform(table.layout, parts=table.parts))
         self.program: list[Step] = programs(table, timeline)[rank]
         self.clock: StepClock | None = None
@@ -325,6 +338,8 @@ class TableExecutor:
         if stage < layout.stages - 1:
             (gradient,) = self._take(op, GRADIENT).values()
         received, output = state.inputs.pop(place), state.outputs.pop(place)
+        if self.gradients is not None:
+            self.gradients.begin(op.chunk)
         (gradient,) = backward_step([received], output, gradient, state.config)
         state.bank.collect(stage, op.microbatch, gradient if stage else None)
         if stage:

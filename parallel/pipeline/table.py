@@ -25,8 +25,8 @@ class Op(NamedTuple):
 
     F, B: forward and backward of a chunk for a micro-batch; where W stands in the table, B leaves the
     weights' gradients to it. VF, VB: forward and backward of part `chunk` of a micro-batch's images. R: sum a
-    chunk's gradients over its replicas, after its last backward. P and X: bring back, and give away, what a
-    chunk's forward saved for a micro-batch.
+    chunk's gradients over its replicas, those of the micro-batches up to this one that no earlier R has
+    summed. P and X: bring back, and give away, what a chunk's forward saved for a micro-batch.
     """
 
     kind: str
@@ -82,6 +82,16 @@ class Table:
     def splits_backward(self) -> bool:
         """Whether the gradients of weights are operations of their own."""
         return any(op.kind == WEIGHT for op in self.ranks[0])
+
+    @cached_property
+    def sums(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """(rank, chunk) -> last micro-batches of its gradient sums, ascending; the tower's are no part."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for rank, ops in enumerate(self.ranks):
+            for op in ops:
+                if op.kind == REDUCE and op.chunk != TOWER:
+                    found.setdefault((rank, op.chunk), []).append(op.microbatch)
+        return {place: tuple(sorted(ends)) for place, ends in found.items()}
 
     @cached_property
     def tower_rank(self) -> dict[tuple[int, int], int]:

@@ -19,6 +19,9 @@ from .table import BACKWARD, FORWARD, VISION_BACKWARD, VISION_FORWARD, Op, Table
 EFFORT = 10_000_000
 """Operations times parts times variants that one fill may touch; bounds its time to a few seconds."""
 
+PLAIN = 8
+"""Variants without a cap: four orders of the micro-batches, two rules for ties."""
+
 POLISHED, PASSES = 4, 2
 """Of the best variants this many are gone over again, so often. A pass costs about twice a variant."""
 
@@ -34,6 +37,10 @@ WINDOW, FULL = 2, 0.9
 Sizes = Sequence[Sequence[float]]
 Progress = Callable[[int, int], None]
 Ranks = tuple[tuple[Op, ...], ...]
+Variant = tuple[list[Part], Rule]
+
+RULES: tuple[Rule, ...] = ("early", "late")
+"""Of a fill without a cap; "near" holds activations for as short a time as it can."""
 
 
 class CapError(ValueError):
@@ -54,8 +61,9 @@ def fill(
     two rules for ties), the best four of them polished (each part taken out and placed again), gaps of the
     unchanged timeline filled earliest deadline first, and the separate `phase`. Large tables get fewer
     variants and no polish (`EFFORT`), the largest one variant, and that only until the bubbles are full
-    (`WINDOW`). A cap adds up to four variants that hold activations for as short a time as they can. Of equal
-    lengths the one that holds fewer vision activations wins. Deterministic.
+    (`WINDOW`). A cap adds up to six variants, four that hold activations for as short a time as they can; on
+    large tables it adds one, and where it fails a variant the next one is tried. Of equal lengths the one
+    that holds fewer vision activations wins. Deterministic.
 
     Args:
         table: of the language model alone, before `with_reductions` and `with_activation_moves`.
@@ -237,9 +245,26 @@ class _Count:
         self.total, self.done, self.progress = total, 0, progress
 
     def __call__(self, done: int | None = None) -> None:
-        self.done = self.done + 1 if done is None else done
+        """One more, or as many as `done`; what is placed a second time counts once."""
+        self.done = max(self.done, self.done + 1 if done is None else done)
         if self.progress:
             self.progress(self.done, self.total)
+
+
+def _variants(parts: Sequence[Part], effort: int, cap: float | None) -> tuple[list[Variant], int]:
+    """Variants by rank, and how many of them to grow: where a cap fails one, the next takes its place."""
+    inward, outward, rising, falling = orders = _orders(parts)
+    plain: list[Variant] = [(order, rule) for rule in RULES for order in orders]
+    assert len(plain) == PLAIN
+    affordable = min(PLAIN, max(1, EFFORT // effort))
+    if cap is None:
+        return plain[:affordable], affordable
+    # On large tables with a cap that binds, one of the first four was always as short as the best of all, and
+    # the fifth often as short with fewer activations.
+    first: list[Variant] = [(inward, "early"), (inward, "near"), (outward, "near"), (rising, "late")]
+    first += [(rising, "near"), (falling, "near")]
+    every = [*first, *(variant for variant in plain if variant not in first)]
+    return every, affordable + 1 if affordable < PLAIN else len(every)
 
 
 def _portfolio(
@@ -247,25 +272,27 @@ def _portfolio(
 ) -> Iterator[Ranks]:
     """Filled ranks of all variants but the separate phase."""
     effort = len(network.ops) * len(parts)
-    orders = _orders(parts)
-    rules: tuple[Rule, ...] = ("early", "late")
-    variants = [(order, rule) for rule in rules for order in orders][: max(1, EFFORT // effort)]
-    polished = POLISHED if effort * (len(variants) + 2 * POLISHED * PASSES) <= EFFORT else 0
-    if len(variants) == 1 and cap is None:
+    variants, wanted = _variants(parts, effort, cap)
+    polished = POLISHED if effort * (PLAIN + 2 * POLISHED * PASSES) <= EFFORT else 0
+    if wanted == 1:
         count = _Count(len(parts), progress)
         yield _until_full(network, *variants[0], count)
-        yield from _rigid_fills(network, orders[:1])
+        yield from _rigid_fills(network, [variants[0][0]])
         count(count.total)
         return
-    if cap is not None:
-        variants += [(order, "near") for order in orders[: len(variants)]]
-    count = _Count((len(variants) + polished * PASSES + 1) * len(parts), progress)
+    count = _Count((wanted + polished * PASSES + 1) * len(parts), progress)
     grown: list[tuple[Network, list[Part], Rule]] = []
-    for number, (order, rule) in enumerate(variants):
-        filled = network.copy()
-        if all(_counted(filled.place(part, rule, cap), count) for part in order):
+    for order, rule in variants:
+        filled, before = network.copy(), len(parts) * len(grown)
+        for number, part in enumerate(order, 1):
+            if not filled.place(part, rule, cap):
+                break
+            count(before + number)
+        else:
             grown.append((filled, order, rule))
-        count(len(parts) * (number + 1))
+        if len(grown) == wanted:
+            break
+    count(len(parts) * wanted)
     grown.sort(key=lambda variant: variant[0].makespan)
     yield from (filled.ranks() for filled, _, _ in grown)
     if grown and grown[0][0].makespan > _least_makespan(network, parts):
@@ -276,7 +303,7 @@ def _portfolio(
         for part in sorted(parts):
             loose.place(part, "near", None)
         yield loose.ranks()
-    yield from _rigid_fills(network, orders[: min(2, len(variants))])
+    yield from _rigid_fills(network, _orders(parts)[:2])
     count(count.total)
 
 
@@ -296,11 +323,6 @@ def _until_full(network: Network, order: Sequence[Part], rule: Rule, count: _Cou
     return _spread(
         grown.ranks(), [(part.forward + part.backward, part.microbatch, part.part) for part in sorted(rest)]
     )
-
-
-def _counted(placed: bool, count: _Count) -> bool:
-    count()
-    return placed
 
 
 def _polished(network: Network, order: Sequence[Part], rule: Rule, cap: float | None, count: _Count) -> Ranks:

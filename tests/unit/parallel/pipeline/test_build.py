@@ -15,6 +15,7 @@ from parallel.pipeline.build import (
     with_activation_moves,
     with_reductions,
 )
+from parallel.pipeline.check import check
 from parallel.pipeline.simulate import uniform
 from parallel.pipeline.table import TOWER, Layout, Op, Table
 
@@ -117,9 +118,22 @@ def test_larger_groups_hide_latency_for_memory() -> None:
 
 def test_reductions_follow_the_last_backward() -> None:
     split = with_reductions(build("zb1p", 2, 1, 2))
-    assert spelled(split.ranks[1]) == "F0.0 B0.0 F0.1 B0.1 W0.0 W0.1 R0.0"
+    assert spelled(split.ranks[1]) == "F0.0 B0.0 F0.1 B0.1 W0.0 W0.1 R0.1"
     whole = with_reductions(build("interleaved", 2, 2, 2))
-    assert spelled(whole.ranks[1]) == "F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 R1.0 B0.0 B0.1 R0.0"
+    assert spelled(whole.ranks[1]) == "F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 R1.1 B0.0 B0.1 R0.1"
+
+
+def test_a_burst_ends_where_the_rank_turns_to_another_chunk() -> None:
+    table = with_reductions(build("interleaved", 2, 2, 4), bursts=True)
+    assert spelled(table.ranks[1]) == (
+        "F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 R1.1 F0.2 B0.0 F0.3 B0.1 R0.1 F1.2 B1.2 F1.3 B1.3 R1.3 B0.2 B0.3 R0.3"
+    )
+    assert table.sums[1, 0] == (1, 3)
+    check(table, buffers=1)
+    one = with_reductions(build("1f1b", 1, 1, 3), bursts=True, most=2)
+    assert spelled(one.ranks[0]) == "F0.0 B0.0 F0.1 B0.1 R0.1 F0.2 B0.2 R0.2"
+    split = with_reductions(build("zbv", 2, 2, 3), bursts=True)
+    check(split, buffers=1)
 
 
 def test_every_rank_takes_part_in_the_reduction_of_the_tower() -> None:

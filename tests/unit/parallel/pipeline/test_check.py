@@ -152,10 +152,10 @@ def moved(ops: tuple[Op, ...], op: Op, index: int) -> list[Op]:
         (mutated(TWO, 1, (*TWO.ranks[1], Op("Z", 0, 1))), r"rank 1, Z\(0,1\): no such operation"),
         (replace(TWO, ranks=TWO.ranks[:1]), "the table has 1 ranks; its layout has 2"),
         (mutated(TWO, 1, moved(TWO.ranks[1], Op("B", 0, 0), 0)), r"rank 1, B\(0,0\): comes before F\(0,0\)"),
-        (mutated(TWO, 0, (*TWO.ranks[0], Op("R", 0, 0))), r"rank 1, R\(0,0\): is missing"),
+        (mutated(TWO, 0, (*TWO.ranks[0], Op("R", 0, 1))), r"rank 1, R\(0,1\): is missing"),
         (
-            mutated(with_reductions(TWO), 0, moved(with_reductions(TWO).ranks[0], Op("R", 0, 0), 2)),
-            r"rank 0, R\(0,0\): comes before B\(0,0\)",
+            mutated(with_reductions(TWO), 0, moved(with_reductions(TWO).ranks[0], Op("R", 0, 1), 2)),
+            r"rank 0, R\(0,1\): comes before B\(0,0\)",
         ),
         (mutated(TWO, 0, (*TWO.ranks[0], Op("P", 0, 0))), r"rank 0, P\(0,0\): .* never released"),
         (
@@ -191,6 +191,24 @@ def moved(ops: tuple[Op, ...], op: Op, index: int) -> list[Op]:
 def test_each_rule_has_its_message(table: Table, message: str) -> None:
     with pytest.raises(TableError, match=message):
         check(table)
+
+
+def test_sums_of_bursts_are_proven() -> None:
+    table = with_reductions(build("interleaved", 2, 3, 4), bursts=True)
+    check(table, buffers=1)
+    late = moved(table.ranks[0], Op("R", 2, 1), table.ranks[0].index(Op("B", 1, 0)))
+    check(mutated(table, 0, late), buffers=2)
+    with pytest.raises(TableError, match=r"rank 0, B\(1,0\): 2 chunks hold gradients, there are 1 buffers"):
+        check(mutated(table, 0, late), buffers=1)
+    joined = moved(table.ranks[0], Op("R", 2, 1), table.ranks[0].index(Op("B", 2, 2)))
+    with pytest.raises(TableError, match=r"rank 0, B\(2,2\): comes before R\(2,1\), which is not to sum it"):
+        check(mutated(table, 0, joined))
+    lost = [op for op in table.ranks[0] if op != Op("R", 2, 3)]
+    with pytest.raises(TableError, match=r"rank 0, R\(2,3\): is missing"):
+        check(mutated(table, 0, lost))
+    once = with_reductions(build("interleaved", 2, 3, 4))
+    with pytest.raises(TableError, match=r"3 chunks hold gradients, there are 2 buffers"):
+        check(once, buffers=2)
 
 
 def test_both_passes_of_a_part_share_a_rank() -> None:

@@ -57,7 +57,7 @@ def test_what_an_operation_waits_for() -> None:
     assert depends(table, 1, Op("B", 0, 1)) == ((1, Op("F", 0, 1)),)
     assert depends(table, 1, Op("VB", 1, 0)) == ((1, Op("VF", 1, 0)), (0, Op("B", 0, 0)))
     assert depends(table, 1, Op("W", 0, 1)) == ((1, Op("B", 0, 1)),)
-    assert depends(table, 1, Op("R", 0, 0)) == ((1, Op("B", 0, 0)), (1, Op("B", 0, 1)))
+    assert depends(table, 1, Op("R", 0, 1)) == ((1, Op("B", 0, 0)), (1, Op("B", 0, 1)))
     assert depends(table, 1, Op("R", -1, 0)) == ((1, Op("VB", 1, 0)),)
     assert depends(table, 0, Op("P", 0, 1)) == ((0, Op("X", 0, 1)),)
     assert depends(table, 0, Op("X", 0, 1)) == ((0, Op("F", 0, 1)),)

@@ -3,6 +3,7 @@
 import random
 from fractions import Fraction
 from itertools import chain
+from typing import Any
 
 import pytest
 
@@ -116,6 +117,8 @@ def test_network_agrees_with_the_simulator_after_each_insertion(schedule: str, h
     length = network.makespan
     network.remove(ticks.parts[5])
     assert network.place(ticks.parts[5], "early", cap=None)
+    peaks = vision_peaks(Table(table.layout, network.ranks(), parts=(3,) * 8), default_sizes(costs))
+    assert [network._levels(rank).max() for rank in range(4)] == pytest.approx(peaks)
     again = simulate(Table(table.layout, network.ranks(), parts=(3,) * 8), costs).makespan
     assert network.makespan == again * unit and network.makespan <= 1.1 * length
 
@@ -143,6 +146,30 @@ def test_a_cap_bounds_what_a_rank_holds() -> None:
     assert lengths == sorted(lengths)
     megabytes = [[100.0, 50.0]] * 16
     assert max(vision_peaks(fill(table, costs, cap=450, sizes=megabytes), megabytes)) <= 450
+
+
+def test_a_large_table_with_a_cap_gets_few_variants_and_others_where_those_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    placed: list[bool] = []
+    place = Network.place
+
+    def counted(self: Network, *args: Any) -> bool:
+        placed.append(place(self, *args))
+        return placed[-1]
+
+    monkeypatch.setattr(Network, "place", counted)
+    monkeypatch.setattr(vision_fill, "EFFORT", 3 * 300 * 32)
+    table, costs = bundles(4, 16, 10, 2)
+    free = fill(table, costs, cap=6)
+    assert len(placed) == 4 * 32, "one more variant than without a cap, and no polish"
+    assert hidden_fraction(free, costs) >= hidden_fraction(fill(table, costs), costs) - 0.05
+    for cap in (4, 3.5, 3):
+        placed.clear()
+        tight = fill(table, costs, cap=cap)
+        assert_sound(table, tight, costs)
+        assert max(vision_peaks(tight, default_sizes(costs))) <= cap
+    assert not all(placed), "at the least cap a variant fails"
 
 
 def test_a_cap_that_cannot_be_kept_is_refused() -> None:
