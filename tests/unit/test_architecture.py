@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -184,3 +186,12 @@ def test_planted_lengths_are_found(planted: Path) -> None:
         f"k3train/long.py: {1 + LONGEST_FUNCTION + LONGEST_FILE} lines",
         f"k3train/long.py:1: long has {1 + LONGEST_FUNCTION} lines",
     ]
+
+
+def test_no_tool_passes_over_a_folder_of_tests() -> None:
+    """pytest and ruff leave out every folder named dist by default, and so the tests of real processes."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    patterns = [*tools["pytest"]["ini_options"]["norecursedirs"], *tools["ruff"]["exclude"]]
+    folders = [path.name for path in (ROOT / "tests").iterdir() if (path / "__init__.py").exists()]
+    assert "dist" in folders
+    assert [name for name in folders for pattern in patterns if fnmatch.fnmatch(name, pattern)] == []
