@@ -62,8 +62,23 @@ FEATURES = (
     ),
     Feature("ZeRO-1", "parallel.zero", ("parallel.zero=1",), lambda c: c.parallel.zero == 1),
     Feature("ZeRO-2", "parallel.zero", ("parallel.zero=2",), lambda c: c.parallel.zero == 2),
+    Feature(
+        "gradients off device",
+        "offload.gradients",
+        ("offload.gradients=host",),
+        lambda c: c.offload.gradients != "device",
+    ),
+    Feature(
+        "states off device",
+        "offload.optimizer",
+        ("offload.optimizer=host",),
+        lambda c: c.offload.optimizer != "device",
+    ),
     Feature("AdamW", "optim.name", ("optim=adamw",), lambda c: c.optim.name == "adamw"),
     Feature("Muon", "optim.name", ("optim=muon",), lambda c: c.optim.name == "muon"),
+    Feature(
+        "Per-Head Muon", "optim.name", ("optim=muon_per_head",), lambda c: c.optim.name == "muon_per_head"
+    ),
     Feature("BF16", "model.dtype", ("model.dtype=bfloat16",), lambda c: c.model.dtype == "bfloat16"),
     Feature(
         "recompute", "model.recompute", ("model.recompute=layer",), lambda c: c.model.recompute == "layer"
@@ -85,13 +100,38 @@ REFUSALS = (
         "context parallelism",
         "context parallelism is not available in this version; use 1",
     ),
-    Refusal("MoonEP", "MoonEP", "moonep is not available in this version; use alltoall"),
-    Refusal("ZeRO-2", "ZeRO-2", "ZeRO-2 is not available in this version; use 0 or 1"),
+    Refusal("MoonEP", "dense model", "a dense model has no experts to balance; use alltoall"),
+    Refusal(
+        "gradients off device",
+        "Muon",
+        "its gradients are not sharded; use optim=muon_per_head or adamw, or offload.gradients=device",
+    ),
     Refusal(
         "Muon",
         "ZeRO-1",
         "a shard of a matrix cannot be orthogonalised, and megatron-core would train on silently; "
         "use parallel.zero=0 or optim=adamw",
+    ),
+    Refusal(
+        "Muon",
+        "ZeRO-2",
+        "a shard of a matrix cannot be orthogonalised, and megatron-core would train on silently; "
+        "use parallel.zero=0 or optim=adamw",
+    ),
+    Refusal(
+        "gradients off device",
+        "ZeRO-1",
+        "a whole gradient buffer is in use from the first backward to the last; use parallel.zero=2",
+    ),
+    Refusal(
+        "states off device",
+        "Muon",
+        "its matrices are not sharded; use optim=adamw, or offload.optimizer=device",
+    ),
+    Refusal(
+        "states off device",
+        "Per-Head Muon",
+        "only AdamW's states are streamed; use optim=adamw, or offload.optimizer=device",
     ),
     Refusal(
         "expert parallelism",

@@ -48,6 +48,8 @@ class BackendConfig:
     attn_res: str = "auto"
     situ: str = "auto"
     attention: str = "auto"
+    grouped: str = "auto"
+    """Grouped GEMMs of routed experts: te, grouped_mm or loop; auto asks a cost model before each."""
     linear: str = "auto"
     """local (megatron-core's own modules) or te (Transformer Engine)."""
 
@@ -161,6 +163,10 @@ class ExpertConfig:
     when left out, which always suffices."""
     transport: str = "auto"
     """With moonep: collective (any fabric), peer (GPUs that reach each other's memory) or auto."""
+    eplb_every: int = 100
+    """Steps between placements of policy eplb."""
+    eplb_copies: int = 2
+    """Copies on each rank with policy eplb, at most the experts of a rank."""
 
 
 @dataclass
@@ -176,8 +182,12 @@ class ParallelConfig:
     """Ranks that share a sequence."""
     data: int | None = None
     """Data-parallel size; derived from the number of ranks when left out."""
+    microbatch_group: int | None = None
+    """With virtual stages: micro-batches that pass a chunk in one go, `pipeline` when left out, the least.
+    More hide latency for more held activations; ZeRO-2 sums a chunk's gradients once for each group."""
     zero: int | None = None
-    """0: every rank keeps all optimizer state. 1: sharded over data ranks. Derived: 1, or 0 for muon."""
+    """0: every rank keeps all optimizer state. 1: sharded over data ranks. 2: gradients too, in two rotating
+    chunk buffers. Derived: 1, or 0 for muon."""
     layers_per_chunk: list[int] | None = None
     """Decoder layers of each model chunk in the order of the forward pass; spread evenly when left out."""
     timeout_minutes: float = 10.0
@@ -189,7 +199,8 @@ class OptimConfig:
     """The update rule and its schedule."""
 
     name: str = "adamw"
-    """adamw, or muon (matrices by Muon with Moonlight's scale, the rest by AdamW)."""
+    """adamw, muon (matrices by Muon with Moonlight's scale, the rest by AdamW), or muon_per_head (queries,
+    keys and values head by head)."""
     lr: float = 2e-3
     """Learning rate at its peak, after warm-up; cosine decay from there."""
     min_lr_ratio: float = 0.1
@@ -205,8 +216,27 @@ class OptimConfig:
     muon_momentum: float = 0.95
     muon_steps: int = 5
     """Newton-Schulz iterations."""
+    qk_clip: float | None = None
+    """Attention logit of Gated MLA from which a head's query and key weights are scaled down after a step; 0
+    turns it off. Derived: 100 for muon_per_head, the only one that has it, else 0."""
     skip_nonfinite: bool = False
     """Skip and count a step whose loss or gradient is not finite, where the run would stop otherwise."""
+
+
+@dataclass
+class OffloadConfig:
+    """Where gradients and optimizer states lie between their uses."""
+
+    gradients: str = "device"
+    """Shards of ZeRO-2: device, host (pinned memory) or nvme."""
+    optimizer: str = "device"
+    """Moments and FP32 master weights of AdamW with ZeRO-1 or 2: device, host or nvme."""
+    folder: str | None = None
+    """Folder on a fast local disk for what is on nvme; each rank has files of its own in it."""
+    on_failure: str = "fallback"
+    """When the disk fails: fallback (go on in host memory, with one warning) or stop."""
+    window_mib: int = 256
+    """Device memory of each of the two windows through which optimizer states pass in a step."""
 
 
 @dataclass
@@ -245,6 +275,8 @@ class LogConfig:
     wandb_entity: str | None = None
     trace_steps: int = 2
     """Steps whose phases go into trace.json; 0 writes no trace."""
+    routing_steps: int = 0
+    """Steps of each start whose routing goes into routing-STAGE.jsonl, entries of every rank and expert."""
 
 
 @dataclass
@@ -297,6 +329,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -306,9 +339,9 @@ class Config:
 # Keys that may change between a run and its continuation without changing what is computed.
 RESUME_FREE = (
     "run.dir", "run.name", "run.resume", "run.steps", "parallel.timeout_minutes", "data.cache_dir",
-    "vision.recompute",
+    "vision.recompute", "parallel.expert.slots", "parallel.expert.transport",
 )  # fmt: skip
-RESUME_FREE_SECTIONS = ("log", "checkpoint", "cluster", "eval")
+RESUME_FREE_SECTIONS = ("log", "checkpoint", "cluster", "eval", "offload")
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -331,8 +364,12 @@ def digest(config: Config) -> str:
 
 def fixed_keys(config: Config) -> dict[str, Any]:
     """The keys that a continued run must share with the run it continues."""
-    return {
+    fixed = {
         key: value
         for key, value in flatten(config).items()
         if key not in RESUME_FREE and key.split(".")[0] not in RESUME_FREE_SECTIONS
     }
+    # ZeRO-1 and ZeRO-2 keep the same states in the same shards.
+    if fixed["parallel.zero"] == 2:
+        fixed["parallel.zero"] = 1
+    return fixed

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from parallel.pipeline.rows import RowPlan
 from parallel.pipeline.simulate import peak_held
-from parallel.pipeline.table import Table
+from parallel.pipeline.table import Layout, Table
 from parallel.pipeline.vision_fill import vision_peaks
-from parallel.topology import Topology
+from parallel.topology import Topology, split_layers
 
 from .config import Config, ModelConfig
+from .expert_plan import kept_bytes, slot_bytes, staging_bytes, working_bytes
 from .flops import KDA_CHUNK
+from .gradient_plan import Gradients, costs_more, local_numel, rank_gradients, replicas
+from .optim.groups import moments
 from .shapes import BYTES, Parameter, compact_parameters, layer_kinds, model_dtype, vocab_rows
 from .vision_shapes import Grid, activation_bytes, block_bytes_per_patch, patches, tokens
 from .vision_shapes import parameters as vision_parameters
@@ -44,20 +48,21 @@ def rank_memory(
         parts: the images of the table's vision operations; () where it has none.
     """
     layout = table.layout
-    owned: list[list[Parameter]] = [[] for _ in range(layout.pipeline)]
-    for entry in compact_parameters(config.model):
-        owned[layout.home(stage_of(entry, cuts))[0]].append(entry)
     saved = saved_bytes(config, cuts, rows)
     ledgers = []
-    for rank, entries in enumerate(owned):
+    for rank, chunks in enumerate(stage_entries(config, cuts, layout)):
+        entries = [entry for chunk in chunks for entry in chunk]
         bank, activations = peak_held(table, rank, saved)
         stages = [layout.stage(rank, chunk) for chunk in range(layout.virtual)]
         ledgers.append(
             {
                 **_states(config, topology, entries),
+                **_rotating(config, rank_gradients(topology, chunks)),
+                **_windows(config, topology, entries),
                 "activations": int(activations),
                 "attn_res_bank": int(bank),
                 "workspace": _workspace(config, cuts, stages, rows),
+                **_expert_buffers(config, topology),
                 "logits": _logits(config) if len(cuts) - 1 in stages else 0,
                 "balance_histograms": sum(e.kind == "router" for e in entries) * _counters(config.model),
             }
@@ -66,6 +71,22 @@ def rank_memory(
         for ledger, vision in zip(ledgers, _vision(config, topology, table, parts), strict=True):
             ledger.update(vision)
     return ledgers
+
+
+def gradient_warning(config: Config, topology: Topology) -> str | None:
+    """That ZeRO-2 holds more than ZeRO-1 would, where it does."""
+    layout = Layout(topology.pipeline, topology.virtual, config.run.microbatches)
+    cuts = split_layers(config.model.num_layers, topology.num_chunks, config.parallel.layers_per_chunk)
+    return costs_more(config, gradient_ledgers(config, topology, cuts, layout))
+
+
+def _expert_buffers(config: Config, topology: Topology) -> dict[str, int]:
+    """What MoonEP adds, by name."""
+    found = {
+        "expert_slots": slot_bytes(config, topology),
+        "expert_staging": staging_bytes(config, topology),
+    }
+    return {name: size for name, size in found.items() if size}
 
 
 def _vision(config: Config, topology: Topology, table: Table, parts: Parts) -> list[dict[str, int]]:
@@ -143,14 +164,20 @@ def stage_of(entry: Parameter, cuts: list[range]) -> int:
     return 0 if entry.kind == "embedding" else len(cuts) - 1
 
 
-def local_numel(entry: Parameter, topology: Topology) -> int:
-    """Elements of an entry on one of the ranks that hold it."""
-    return entry.numel // topology.expert if entry.kind == "expert" else entry.numel
+def stage_entries(config: Config, cuts: list[range], layout: Layout) -> list[list[list[Parameter]]]:
+    """Parameters by pipeline rank and chunk."""
+    owned: list[list[list[Parameter]]] = [[[] for _ in range(layout.virtual)] for _ in range(layout.pipeline)]
+    for entry in compact_parameters(config.model):
+        rank, chunk = layout.home(stage_of(entry, cuts))
+        owned[rank][chunk].append(entry)
+    return owned
 
 
-def replicas(entry: Parameter, topology: Topology) -> int:
-    """Ranks of a stage that hold the same elements of an entry and sum its gradient."""
-    return topology.expert_data if entry.kind == "expert" else topology.data * topology.context
+def gradient_ledgers(
+    config: Config, topology: Topology, cuts: list[range], layout: Layout
+) -> list[Gradients]:
+    """Gradients of the chunks of a rank of each pipeline stage."""
+    return [rank_gradients(topology, chunks) for chunks in stage_entries(config, cuts, layout)]
 
 
 def tokens_per_microbatch(config: Config) -> int:
@@ -171,18 +198,30 @@ def _states(config: Config, topology: Topology, entries: list[Parameter]) -> dic
         sizes["parameters"] += numel * BYTES[entry.dtype]
         if not entry.trainable:
             continue
-        shard = math.ceil(numel / replicas(entry, topology)) if config.parallel.zero == 1 else numel
         sizes["gradients"] += 4 * numel
-        sizes["master_weights"] += 4 * shard if entry.dtype == "bf16" else 0
-        sizes["optimizer_states"] += 4 * shard * _moments(config, entry)
+        if config.offload.optimizer == "device":
+            shard = math.ceil(numel / replicas(entry, topology)) if config.parallel.zero else numel
+            sizes["master_weights"] += 4 * shard if entry.dtype == "bf16" else 0
+            sizes["optimizer_states"] += 4 * shard * moments(entry, config)
     return sizes
 
 
-def _moments(config: Config, entry: Parameter) -> int:
-    by_muon = (
-        config.optim.name == "muon" and len(entry.shape) == 2 and entry.kind not in ("embedding", "head")
-    )
-    return 1 if by_muon else 2
+def _rotating(config: Config, held: Gradients) -> dict[str, int]:
+    """ZeRO-2's shards in place of whole gradients, and the slots in which the latter come and go."""
+    if config.parallel.zero != 2:
+        return {}
+    shards = held.shards if config.offload.gradients == "device" else 0
+    return {"gradients": shards, "gradient_slots": held.slots}
+
+
+def _windows(config: Config, topology: Topology, entries: list[Parameter]) -> dict[str, int]:
+    """The two buffers through which optimizer states pass that are elsewhere."""
+    if config.offload.optimizer == "device":
+        return {}
+    on_device = replace(config, offload=replace(config.offload, optimizer="device"))
+    held = _states(on_device, topology, [*entries, *tower_parameters(config)])
+    streamed = held["master_weights"] + held["optimizer_states"]
+    return {"optimizer_windows": min(2 * (config.offload.window_mib << 20), streamed)}
 
 
 def row_bytes(config: Config) -> int:
@@ -203,26 +242,27 @@ def saved_bytes(config: Config, cuts: list[range], rows: RowPlan) -> list[tuple[
         if model.recompute == "layer":
             kept = row * len(layers)
         else:
-            kept = sum(tokens * layer_bytes(model, kinds[layer]) for layer in layers)
+            kept = sum(tokens * layer_bytes(config, kinds[layer]) for layer in layers)
         if stage == len(cuts) - 1:
-            kept += row * 2 + _mtp_saved(model, tokens, row)
+            kept += row * 2 + _mtp_saved(config, tokens, row)
         saved.append((row * rows.width(stage), kept))
     return saved
 
 
-def _mtp_saved(model: ModelConfig, tokens: int, row: int) -> int:
+def _mtp_saved(config: Config, tokens: int, row: int) -> int:
     """Shifted embedding, its norm and the other half of the fusion (two rows), the layer, the final norm."""
+    model = config.model
     if not model.mtp_layers:
         return 0
-    layer = row if model.recompute == "layer" else tokens * layer_bytes(model, layer_kinds(model)[-1])
+    layer = row if model.recompute == "layer" else tokens * layer_bytes(config, layer_kinds(model)[-1])
     return row * (1 + 2 + 2) + layer
 
 
-def layer_bytes(model: ModelConfig, kind: tuple[str, str]) -> int:
+def layer_bytes(config: Config, kind: tuple[str, str]) -> int:
     """Bytes that one decoder layer keeps for its backward for each token, without recomputation."""
-    attention, mlp = kind
+    (attention, mlp), model = kind, config.model
     core = _kda_bytes(model) if attention == "kda" else _mla_bytes(model)
-    ffn = _moe_bytes(model) if mlp == "moe" else 3 * model.dense_ffn_size * element_bytes(model)
+    ffn = _moe_bytes(config) if mlp == "moe" else 3 * model.dense_ffn_size * element_bytes(model)
     # Of each sublayer the mixture, its norm, and the running sum that later sites read.
     around = 2 * 3 * model.hidden_size * element_bytes(model)
     return around + core + ffn
@@ -245,21 +285,21 @@ def _mla_bytes(model: ModelConfig) -> int:
     return (latents + 2 * query + 5 * values) * element_bytes(model) + 4 * heads
 
 
-def _moe_bytes(model: ModelConfig) -> int:
-    latent, width, k = model.latent_size, model.expert_ffn_size, model.top_k
-    # Sorted and received rows, gate, up and activation. The combined rows and the router's input are FP32.
-    routed = k * (2 * latent + 3 * width) * element_bytes(model) + 4 * k * latent
-    shared = 3 * model.num_shared_experts * width * element_bytes(model)
+def _moe_bytes(config: Config) -> int:
+    """Of the routed and shared experts and the router, whose input is FP32; the combined rows' norm."""
+    model = config.model
+    shared = 3 * model.num_shared_experts * model.expert_ffn_size * element_bytes(model)
     router = 4 * model.hidden_size + (4 + 4 + 1) * model.num_experts
-    return routed + shared + router + 3 * latent * element_bytes(model)
+    return kept_bytes(config) + shared + router + 3 * model.latent_size * element_bytes(model)
 
 
 def _workspace(config: Config, cuts: list[range], stages: list[int], rows: RowPlan) -> int:
     """Transient: the layer that is being recomputed, and the widest message with two gradients."""
     model, tokens = config.model, tokens_per_microbatch(config)
     kinds = layer_kinds(model)
-    layers: Iterator[int] = (layer_bytes(model, kinds[layer]) for stage in stages for layer in cuts[stage])
+    layers: Iterator[int] = (layer_bytes(config, kinds[layer]) for stage in stages for layer in cuts[stage])
     again = tokens * max(layers) if model.recompute == "layer" else 0
+    again += tokens * working_bytes(config)
     if rows.layout.pipeline == 1:
         return again
     borders = [border for stage in stages for border in (stage, stage + 1) if 0 < border < len(cuts)]

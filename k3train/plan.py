@@ -5,7 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any
 
@@ -16,14 +16,19 @@ from rich.text import Text
 from parallel.pipeline.check import check
 from parallel.pipeline.draw import duration
 from parallel.pipeline.rows import RowPlan
+from parallel.pipeline.table import REDUCE
 from parallel.pipeline.vision_fill import CapError
 from parallel.topology import Topology
+from parallel.zero2 import SLOTS
 
 from . import vision_shapes
 from .config import Config
+from .expert_plan import assumptions
 from .flops import forward_flops_per_token, train_flops_per_token
+from .gradient_plan import Gradients, costs_more, equal_chunks
 from .image_load import bundled, default_load, load_assumptions
-from .memory import Parts, memory_for_plan, rank_memory, row_bytes, vision_bytes
+from .memory import Parts, gradient_ledgers, memory_for_plan, rank_memory, row_bytes, vision_bytes
+from .optim.groups import groups, total_flops
 from .schedule import (
     EFFICIENCY,
     TERA,
@@ -46,7 +51,8 @@ FULLY_CHECKED = 8192
 ASSUMPTIONS = (
     "experts are evenly loaded, and every sequence is one document",
     f"computation reaches {EFFICIENCY:.0%} of cluster.peak_tflops; the optimizer's own time is left out",
-    "expert exchanges and gradient sums do not overlap with computation; pipeline messages do",
+    "expert exchanges and gradient sums do not overlap with computation; pipeline messages do, and ZeRO-2's "
+    "sums but for the last",
     "states are exact to padding; activations, as autograd keeps them with fast backends, are an estimate",
     "the process itself, its libraries and the allocator's unused blocks come on top of memory_bytes",
     "traffic is what the busiest rank sends in a training step, with collectives as rings",
@@ -78,7 +84,8 @@ def plan(config: Config, world_size: int, simulated: Simulation | None = None) -
     timed = _in_seconds(config, topology, simulated)
     cuts, table, parts = layer_cuts(config, topology), timed.timeline.table, _parts(timed)
     rows = row_plan(config, topology, cuts, vee=table.layout.vee)
-    check(table, rows=rows, transport=sum(map(len, table.ranks)) <= FULLY_CHECKED)
+    buffers = SLOTS if config.parallel.zero == 2 else None
+    check(table, rows=rows, buffers=buffers, transport=sum(map(len, table.ranks)) <= FULLY_CHECKED)
     memory = rank_memory(config, topology, cuts, table, rows, parts)
     traffic = rank_traffic(config, topology, cuts, table, rows, parts)
     stage_ranks = world_size // topology.pipeline
@@ -103,6 +110,7 @@ def plan(config: Config, world_size: int, simulated: Simulation | None = None) -
         },
         "memory_bytes": [memory[rank // stage_ranks] for rank in range(world_size)],
         "memory_limit_bytes": int(config.cluster.memory_gib * 2**30),
+        "gradients": _gradients(config, topology, gradient_ledgers(config, topology, cuts, table.layout)),
         "traffic_bytes": {name: int(max(part[name] for part in traffic)) for name in traffic[0]},
         "pipeline": _pipeline(simulated, rows),
         "attn_res_rows": {**attn_res_rows(rows), "row_bytes": row_bytes(config)},
@@ -111,7 +119,25 @@ def plan(config: Config, world_size: int, simulated: Simulation | None = None) -
         "step_seconds_by_part": seconds,
         "tokens_per_second": tokens / step,
         "mfu": (flops * tokens + tower) / (step * world_size * config.cluster.peak_tflops * TERA),
-        "assumptions": [*ASSUMPTIONS, *_vision_assumptions(config, simulated, timed)],
+        "optimizer": _optimizer(config, flops * tokens),
+        "assumptions": [
+            *ASSUMPTIONS,
+            *assumptions(config, topology),
+            *_vision_assumptions(config, simulated, timed),
+        ],
+    }
+
+
+def _optimizer(config: Config, step_flops: float) -> dict[str, Any]:
+    """The rule, and for Per-Head Muon its groups of parameters and the FLOPs of Newton-Schulz in a step."""
+    if config.optim.name != "muon_per_head":
+        return {"name": config.optim.name, "groups": []}
+    found = groups(config)
+    return {
+        "name": config.optim.name,
+        "groups": [asdict(group) for group in found],
+        "newton_schulz_flops": total_flops(found),
+        "over_model_flops": total_flops(found) / step_flops,
     }
 
 
@@ -166,6 +192,19 @@ def _sizes(config: Config) -> dict[str, Any]:
         "active": active(model),
         "vision": sum(tower.values()),
         "by_kind": kinds,
+    }
+
+
+def _gradients(config: Config, topology: Topology, ranks: list[Gradients]) -> dict[str, Any]:
+    """ZeRO-2's device memory for gradients against ZeRO-1's, on the rank with the most; the tower's apart."""
+    fullest = max(ranks, key=lambda rank: rank.whole)
+    return {
+        "zero1_bytes": fullest.whole,
+        "zero2_bytes": fullest.on_device("device"),
+        "zero2_host_bytes": fullest.on_device("host"),
+        "relative": fullest.relative,
+        "relative_of_equal_chunks": equal_chunks(topology),
+        "warning": costs_more(config, ranks),
     }
 
 
@@ -240,12 +279,19 @@ def _step_seconds(
     dense = ring_bandwidth(config, ranks, 1)
     expert = ring_bandwidth(config, topology.expert_data, topology.expert)
     slowest = min(dense, expert) if config.model.num_experts else dense
-    names = ("gradient_reduce_scatter", "parameter_all_gather", "gradient_all_reduce")
+    # Of ZeRO-2's sums only the last one has no backward beside it.
+    sums = sum(op.kind == REDUCE for op in simulated.timeline.table.ranks[0])
+    shares = {
+        "gradient_reduce_scatter": 1 / sums if config.parallel.zero == 2 else 1,
+        "parameter_all_gather": 1,
+        "gradient_all_reduce": 1,
+    }
+    waits = [sum(share * part.get(name, 0) for name, share in shares.items()) for part in traffic]
     stages = ring_bandwidth(config, topology.pipeline, ranks)
     return {
         "pipeline": float(simulated.timeline.makespan),
         "vision_gradients": max(part.get("vision_gradient_all_reduce", 0) for part in traffic) / stages,
-        "gradients": max(sum(part.get(name, 0) for name in names) for part in traffic) / slowest,
+        "gradients": max(waits) / slowest,
         "balance": max(part["balance_histograms"] for part in traffic) / dense,
     }
 
@@ -259,7 +305,10 @@ def render(planned: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [summary]
     if planned["layout"]["pipeline"] > 1:
         parts += [_pipeline_table(planned["pipeline"]), _rows_table(planned["attn_res_rows"])]
-    return Group(*parts, _memory_table(planned), _traffic_table(planned), Text(notes, style="dim"))
+    parts += [_memory_table(planned), _traffic_table(planned)]
+    if planned["optimizer"]["groups"]:
+        parts.append(_groups_table(planned["optimizer"]))
+    return Group(*parts, Text(notes, style="dim"))
 
 
 def facts(planned: dict[str, Any]) -> dict[str, str]:
@@ -279,8 +328,20 @@ def facts(planned: dict[str, Any]) -> dict[str, str]:
         "FLOPs": f"{_count(planned['flops']['per_token'])} for each token, forward and backward",
         "bubble": f"{pipeline['bubble_over_compute']:.1%} of compute, {pipeline['schedule']}"
         f" ((p - 1) / (v m) is {pipeline['bubble_of_equal_stages']:.1%})",
+        **(_zero2_facts(planned["gradients"]) if layout["zero"] else {}),
         **(_vision_facts(pipeline) if "mode" in pipeline else {}),
     }
+
+
+def _zero2_facts(gradients: dict[str, Any]) -> dict[str, str]:
+    """Whether sharded gradients pay, and a warning where they are used and do not."""
+    real, equal = gradients["relative"], gradients["relative_of_equal_chunks"]
+    line = (
+        f"gradients take {real['device']:.2f} of ZeRO-1's memory (1/DP + 2/V is {equal['device']:.2f}), "
+        f"{real['host']:.2f} with shards on the host (2/V is {equal['host']:.2f})"
+    )
+    warning = gradients["warning"]
+    return {"ZeRO-2": line, **({"warning": warning} if warning else {})}
 
 
 MODES = {
@@ -369,6 +430,21 @@ def _traffic_table(planned: dict[str, Any]) -> Table:
     for name, size in planned["traffic_bytes"].items():
         if size:
             table.add_row(name.replace("_", " "), f"{size / 1e6:,.2f}")
+    return table
+
+
+def _groups_table(optimizer: dict[str, Any]) -> Table:
+    """What updates which parameters, and the blocks that Newton-Schulz runs on."""
+    flops, share = optimizer["newton_schulz_flops"], optimizer["over_model_flops"]
+    caption = f"Newton-Schulz: {flops:.3g} FLOPs in a step of all ranks, {share:.2%} of the model's"
+    table = Table(title="Groups of the optimizer", title_justify="left", caption=caption)
+    for name in ("parameters", "Muon's cut", "block", "blocks", "elements"):
+        table.add_column(name, justify="left" if name in ("parameters", "Muon's cut") else "right")
+    for group in optimizer["groups"]:
+        shapes = ["x".join(map(str, shape)) for shape in group["shapes"]]
+        cut = group["split"] if group["rule"] == "muon" else "AdamW"
+        sizes = (f"{group['blocks']:,}", _count(group["numel"]))
+        table.add_row(group["name"].replace("linear_", ""), cut, "\n".join(shapes), *sizes)
     return table
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from parallel.pipeline.build import ScheduleError, build, usual
+from parallel.pipeline.build import ScheduleError, build, usual, with_reductions
 from parallel.pipeline.rows import RowPlan
 from parallel.pipeline.simulate import Costs, Timeline, simulate, uniform
 from parallel.pipeline.table import Layout, Table
@@ -25,6 +26,7 @@ from parallel.topology import Topology, split_layers
 
 from .config import Config
 from .errors import UserError
+from .expert_plan import pass_traffic
 from .flops import BACKWARD_OVER_FORWARD, layer_flops, output_flops
 from .image_load import ImageLoad, default_load
 from .memory import memory_for_plan, rank_memory, tokens_per_microbatch, vision_again, vision_kept
@@ -95,10 +97,17 @@ def pipeline_table(
         UserError: the schedule does not exist, or needs another number of chunks.
     """
     name = schedule or usual(topology.virtual)
+    group = config.parallel.microbatch_group if name == "interleaved" else None
+    count = microbatches or config.run.microbatches
     try:
-        return build(name, topology.pipeline, topology.virtual, microbatches or config.run.microbatches)
+        return build(name, topology.pipeline, topology.virtual, count, group)
     except ScheduleError as error:
         raise UserError(f"schedule={name}: {error}") from error
+
+
+def with_bursts(config: Config, table: Table) -> Table:
+    """The table with ZeRO-2's gradient sums, on which memory depends; other sums come at the step's end."""
+    return with_reductions(table, bursts=True) if config.parallel.zero == 2 else table
 
 
 def vision_table(
@@ -152,11 +161,31 @@ def vision_table(
         return phase(table, costs), costs, bundles
     sizes, cap = _vision_cap(config, table, grids, bundles, topology)
     try:
-        return fill(table, costs, cap=cap, sizes=sizes, progress=progress), costs, bundles
+        return _filled(table, costs, cap, sizes, progress), costs, bundles
     except CapError:
         if strict:
             raise
-        return fill(table, costs, progress=progress), costs, bundles
+        return _filled(table, costs, None, None, progress), costs, bundles
+
+
+class _Latest:
+    """The arguments of the last fill, and what it gave: a plan asks if there is room, then for the table."""
+
+    value: tuple[Any, Table] | None = None
+
+
+def _filled(
+    table: Table,
+    costs: Costs,
+    cap: float | None,
+    sizes: Sequence[Sequence[float]] | None,
+    progress: Progress | None,
+) -> Table:
+    """`fill`, unless it was the last one."""
+    asked, latest = (table, costs, cap, sizes), _Latest.value
+    if latest is None or latest[0] != asked:
+        latest = _Latest.value = asked, fill(table, costs, cap=cap, sizes=sizes, progress=progress)
+    return latest[1]
 
 
 def _vision_cap(
@@ -201,15 +230,16 @@ def stage_costs(config: Config, topology: Topology, cuts: list[range], rows: Row
     """
     rows = rows or row_plan(config, topology, cuts)
     token_seconds = tokens_per_microbatch(config) / (config.cluster.peak_tflops * TERA * EFFICIENCY)
-    exchange = [2 * moe_layers(config.model, cut) * exchange_seconds(config, topology) for cut in cuts]
-    again = config.model.recompute == "layer"
+    there, back = (
+        exchange_seconds(config, topology, sum(sent.values()))
+        for sent in pass_traffic(config, topology, tokens_per_microbatch(config))
+    )
+    back += there * (config.model.recompute == "layer")
+    layers = [moe_layers(config.model, cut) for cut in cuts]
     forward, backward, weight = stage_flops(config, cuts)
     return Costs(
-        forward=[token_seconds * work + travel for work, travel in zip(forward, exchange, strict=True)],
-        backward=[
-            token_seconds * work + travel * (1 + again)
-            for work, travel in zip(backward, exchange, strict=True)
-        ],
+        forward=[token_seconds * work + n * there for work, n in zip(forward, layers, strict=True)],
+        backward=[token_seconds * work + n * back for work, n in zip(backward, layers, strict=True)],
         weight=[token_seconds * work for work in weight],
         hop=hop_seconds(config, topology, max(map(rows.width, range(1, len(cuts))), default=0)),
     )
@@ -261,13 +291,13 @@ def simulation(
     """
     table = pipeline_table(config, topology, schedule)
     if equal_chunks:
-        return Simulation(simulate(table, uniform(table.layout)), "units")
+        return Simulation(simulate(with_bursts(config, table), uniform(table.layout)), "units")
     cuts = layer_cuts(config, topology)
     costs = stage_costs(config, topology, cuts, row_plan(config, topology, cuts, vee=table.layout.vee))
     if measured is not None:
         costs = measured if measured.weight else replace(measured, weight=_weight_share(costs, measured))
     if not config.vision.enabled:
-        return Simulation(simulate(table, costs), "s")
+        return Simulation(simulate(with_bursts(config, table), costs), "s")
     load = load or default_load(config)
     return _with_vision(config, topology, table, costs, load, measured_vision, progress)
 
@@ -288,7 +318,9 @@ def _with_vision(
     for mode in dict.fromkeys((config.vision.mode, "inline", "phase")):
         other = replace(config, vision=replace(config.vision, mode=mode))
         found[mode] = vision_table(other, table, costs, grids, topology, measured=measured, progress=progress)
-    timelines = {mode: simulate(placed, spent) for mode, (placed, spent, _) in found.items()}
+    timelines = {
+        mode: simulate(with_bursts(config, placed), spent) for mode, (placed, spent, _) in found.items()
+    }
     placed, spent, bundles = found[config.vision.mode]
     seconds = sum(map(sum, spent.vision_forward)) + sum(map(sum, spent.vision_backward))
     idle = sum(map(alone.idle, range(table.layout.pipeline)))

@@ -6,32 +6,27 @@ from each, an all-reduce twice that. Experts are evenly loaded. Evaluation and c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from parallel.pipeline.rows import RowPlan
 from parallel.pipeline.table import Table
 from parallel.topology import Topology
 
 from .config import Config, ModelConfig
+from .expert_plan import layer_traffic
+from .gradient_plan import bursts, local_numel, replicas
 from .memory import (
     Parts,
-    element_bytes,
     features_bytes,
-    local_numel,
-    replicas,
     row_bytes,
-    stage_of,
+    stage_entries,
     tokens_per_microbatch,
     tower_parameters,
 )
-from .shapes import BYTES, Parameter, compact_parameters, layer_kinds
+from .optim.layout import muon_traffic
+from .shapes import BYTES, Parameter, layer_kinds
 
 GIGA = 1e9
-
-
-def exchange_bytes(config: Config, topology: Topology) -> float:
-    """What one rank sends to others when its tokens travel to their experts, or back, once in one layer."""
-    model = config.model
-    rows = tokens_per_microbatch(config) * model.top_k
-    return rows * model.latent_size * element_bytes(model) * (topology.expert - 1) / topology.expert
 
 
 def moe_layers(model: ModelConfig, layers: range) -> int:
@@ -50,17 +45,17 @@ def rank_traffic(
         parts: the images of the table's vision operations; () where it has none.
     """
     layout, tower = rows.layout, tower_parameters(config)
-    owned: list[list[Parameter]] = [[] for _ in range(layout.pipeline)]
-    for entry in compact_parameters(config.model):
-        owned[layout.home(stage_of(entry, cuts))[0]].append(entry)
     traffic = []
-    for rank, entries in enumerate(owned):
+    for rank, chunks in enumerate(stage_entries(config, cuts, table.layout)):
+        entries = [entry for chunk in chunks for entry in chunk]
+        sums = [(chunk, bursts(table, rank, index)) for index, chunk in enumerate(chunks)]
         stages = [layout.stage(rank, chunk) for chunk in range(layout.virtual)]
         traffic.append(
             {
                 **_pipeline(config, stages, rows),
                 **_experts(config, topology, [cuts[stage] for stage in stages]),
-                **_gradients(config, topology, [*entries, *tower]),
+                **_gradients(config, topology, [*sums, (tower, 1)]),
+                **_muon(config, topology, [*chunks, tower] if tower else chunks, first=rank == 0),
                 **(_vision(config, table, rank, tower, parts) if tower else {}),
                 "balance_histograms": _histograms(config, topology, entries),
             }
@@ -102,24 +97,38 @@ def _vision(
 
 
 def _experts(config: Config, topology: Topology, chunks: list[range]) -> dict[str, float]:
-    """Each way runs in forward and, for the other way's gradient, in backward; recompute adds a forward."""
-    passes = 2 + (config.model.recompute == "layer")
     layers = sum(moe_layers(config.model, chunk) for chunk in chunks)
-    sent = config.run.microbatches * layers * passes * exchange_bytes(config, topology)
-    return {"expert_dispatch": sent, "expert_combine": sent}
+    passes = config.run.microbatches * layers
+    sent = layer_traffic(config, topology, tokens_per_microbatch(config))
+    return {name: passes * size for name, size in sent.items()}
 
 
-def _gradients(config: Config, topology: Topology, entries: list[Parameter]) -> dict[str, float]:
-    """FP32 gradients to the owners of their shards and parameters back, or the former to all ranks."""
+def _gradients(
+    config: Config, topology: Topology, sums: list[tuple[list[Parameter], int]]
+) -> dict[str, float]:
+    """FP32 gradients to the owners of their shards and parameters back, or the former to all ranks.
+
+    Args:
+        sums: parameters, and how often in a step their gradients are summed.
+    """
     reduced = gathered = 0.0
-    for entry in entries:
+    for entry, times in ((entry, times) for entries, times in sums for entry in entries):
         ranks = replicas(entry, topology)
         share = local_numel(entry, topology) * entry.trainable * (ranks - 1) / ranks
-        reduced += 4 * share
+        reduced += times * 4 * share
         gathered += BYTES[entry.dtype] * share
-    if config.parallel.zero == 1:
+    if config.parallel.zero:
         return {"gradient_reduce_scatter": reduced, "parameter_all_gather": gathered}
     return {"gradient_all_reduce": 2 * reduced}
+
+
+def _muon(
+    config: Config, topology: Topology, chunks: Sequence[Sequence[Parameter]], *, first: bool
+) -> dict[str, float]:
+    """Pieces of blocks that lie in several shards, to their owners and back."""
+    if config.optim.name != "muon_per_head" or not config.parallel.zero:
+        return {}
+    return dict(muon_traffic(config, topology, chunks, first=first))
 
 
 def _histograms(config: Config, topology: Topology, entries: list[Parameter]) -> float:
@@ -138,13 +147,14 @@ def ring_bandwidth(config: Config, size: int, stride: int) -> float:
     return min(cluster.link_gbps, cluster.network_gbps * within) * GIGA
 
 
-def exchange_seconds(config: Config, topology: Topology) -> float:
-    """Time of one `exchange_bytes`: links and network carry their shares at the same time."""
+def exchange_seconds(config: Config, topology: Topology, sent: float) -> float:
+    """Time in which expert-parallel ranks exchange `sent` bytes each: links and network carry their shares
+    at once."""
     size = topology.expert
     if size == 1:
         return 0.0
     within = _members_in_node(config, size, 1)
-    peer = exchange_bytes(config, topology) / (size - 1)
+    peer = sent / (size - 1)
     inside = peer * (within - 1) / config.cluster.link_gbps
     outside = peer * (size - within) / config.cluster.network_gbps
     return max(inside, outside) / GIGA

@@ -27,13 +27,17 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "model.backends.attn_res": ("auto", "fla", "lean", "reference"),
     "model.backends.situ": ("auto", "triton", "lean", "reference"),
     "model.backends.attention": ("auto", "te", "flash", "sdpa", "reference"),
+    "model.backends.grouped": ("auto", "te", "grouped_mm", "loop"),
     "vision.mode": ("bubbles", "inline", "phase"),
     "vision.attention": ("auto", "varlen", "sdpa", "reference"),
     "model.backends.linear": ("auto", "local", "te"),
     "data.source": ("bundled", "indexed"),
-    "optim.name": ("adamw", "muon"),
+    "optim.name": ("adamw", "muon", "muon_per_head"),
     "log.wandb": ("disabled", "offline", "online"),
     "parallel.zero": (0, 1, 2),
+    "offload.gradients": ("device", "host", "nvme"),
+    "offload.optimizer": ("device", "host", "nvme"),
+    "offload.on_failure": ("fallback", "stop"),
     "parallel.expert.dispatcher": ("alltoall", "moonep"),
     "parallel.expert.policy": ("fill", "eplb", "none"),
     "parallel.expert.transport": ("auto", "collective", "peer"),
@@ -56,7 +60,8 @@ AT_LEAST: dict[str, float] = {
         (
             "run.seed", "model.qk_extra_head_dim", "model.num_experts", "model.num_shared_experts",
             "model.num_dense_layers", "model.mtp_loss_weight", "optim.lr", "optim.weight_decay",
-            "optim.clip_norm", "eval.every", "checkpoint.every", "checkpoint.keep", "log.trace_steps",
+            "optim.clip_norm", "optim.qk_clip", "eval.every", "checkpoint.every", "checkpoint.keep",
+            "log.trace_steps", "log.routing_steps",
         ),
         0,
     ),
@@ -74,7 +79,10 @@ AT_LEAST: dict[str, float] = {
     "data.max_patches": 16,
     "data.max_image_side": 28,
     **dict.fromkeys(("parallel.pipeline", "parallel.virtual", "parallel.expert.size", "parallel.context"), 1),
-    "parallel.expert.slots": 1,
+    **dict.fromkeys(("parallel.expert.slots", "parallel.expert.eplb_every"), 1),
+    "parallel.expert.eplb_copies": 0,
+    "parallel.microbatch_group": 1,
+    "offload.window_mib": 1,
     **dict.fromkeys(("parallel.data", "optim.muon_steps", "eval.batches", "log.every"), 1),
     **dict.fromkeys(("cluster.nodes", "cluster.ranks_per_node", "cluster.gpus_per_node"), 1),
     **dict.fromkeys(("cluster.signal_seconds", "cluster.restarts"), 0),
@@ -108,8 +116,8 @@ def validate(config: Config, world_size: int, *, inputs: bool = True) -> None:
     Raises UserError for the first problem: key, value and what would be valid.
     """
     checks: list[Check] = [
-        _numbers_are_finite, _choices, _ranges, _features, _pipeline, _ranks, _experts,
-        _model, _vision, _data, _cluster,
+        _numbers_are_finite, _choices, _ranges, _features, _pipeline, _offload, _ranks, _experts,
+        _model, _vision, _optim, _data, _cluster,
     ]  # fmt: skip
     if inputs:
         checks += [_tokenizer, _corpora, _run_folder, _same_run]
@@ -174,8 +182,8 @@ def _features(config: Config, world_size: int) -> None:
 def _pipeline(config: Config, world_size: int) -> None:
     parallel, layers = config.parallel, config.model.num_layers
     chunks = parallel.pipeline * parallel.virtual
-    if parallel.virtual > 1 and parallel.pipeline == 1:
-        _refuse(config, "parallel.virtual", "needs parallel.pipeline above 1; use 1")
+    if parallel.microbatch_group is not None:
+        _microbatch_group(config, parallel.microbatch_group)
     if chunks > layers:
         reason = (
             f"{parallel.pipeline} x {parallel.virtual} chunks need as many layers; model.num_layers={layers}"
@@ -192,6 +200,27 @@ def _pipeline(config: Config, world_size: int) -> None:
     if sum(cut) != layers:
         reason = f"adds up to {sum(cut)} layers; model.num_layers={layers}"
         _refuse(config, "parallel.layers_per_chunk", reason)
+
+
+def _microbatch_group(config: Config, group: int) -> None:
+    parallel, key = config.parallel, "parallel.microbatch_group"
+    if parallel.virtual == 1:
+        _refuse(config, key, "only virtual stages have groups; leave it out, or raise parallel.virtual")
+    if group < parallel.pipeline:
+        _refuse(config, key, f"at least parallel.pipeline={parallel.pipeline}, which is also the default")
+
+
+def _offload(config: Config, world_size: int) -> None:
+    offload, zero = config.offload, config.parallel.zero
+    if offload.gradients != "device" and zero != 2:
+        _refuse(config, "offload.gradients", f"needs parallel.zero=2; it is {zero}")
+    if offload.optimizer != "device" and zero == 0:
+        _refuse(config, "offload.optimizer", "needs parallel.zero=1 or 2; it is 0")
+    if "nvme" not in (offload.gradients, offload.optimizer):
+        return
+    key = "gradients" if offload.gradients == "nvme" else "optimizer"
+    if not (offload.folder or "").strip():
+        _refuse(config, f"offload.{key}", "needs a disk: set offload.folder to a folder on a fast local one")
 
 
 def _ranks(config: Config, world_size: int) -> None:
@@ -217,6 +246,20 @@ def _experts(config: Config, world_size: int) -> None:
     if experts % size:
         reason = f"must divide model.num_experts={experts}; valid are {_listed(valid)}"
         _refuse(config, "parallel.expert.size", reason)
+    places = experts // size
+    if parallel.expert.slots is not None and parallel.expert.slots > max(places, 1):
+        _refuse(config, "parallel.expert.slots", f"at most {places}, the experts that live on a rank")
+    if parallel.expert.dispatcher == "moonep" and parallel.expert.transport == "peer":
+        _peer(config)
+
+
+def _peer(config: Config) -> None:
+    """What is known of peer memory without a device; the rest is found out when the ranks have met."""
+    key, remedy = "parallel.expert.transport", "use auto or collective"
+    if config.run.device == "cpu":
+        _refuse(config, key, f"reaches into the memory of GPUs, and run.device=cpu; {remedy}")
+    if config.parallel.expert.size == 1:
+        _refuse(config, key, f"one rank has no peer, and parallel.expert.size=1; {remedy}")
 
 
 def _model(config: Config, world_size: int) -> None:
@@ -259,6 +302,11 @@ def _vision(config: Config, world_size: int) -> None:
     for key, needed in (("patch_size", 14), ("merge", 2), ("channels", 3)):
         if getattr(vision, key) != needed:
             _refuse(config, f"vision.{key}", f"images are cut for {needed}")
+
+
+def _optim(config: Config, world_size: int) -> None:
+    if config.optim.qk_clip and config.optim.name != "muon_per_head":
+        _refuse(config, "optim.qk_clip", "is a part of optim.name=muon_per_head; use 0")
 
 
 def _data(config: Config, world_size: int) -> None:

@@ -21,6 +21,9 @@ from .overrides import check_overrides, explain, parse
 
 __all__ = ["compose", "load_yaml", "ready", "resolve_layout", "to_yaml", "world_size"]
 
+QK_CLIP = 100.0
+"""Kimi K2's bound on an attention logit."""
+
 ConfigStore.instance().store(name="schema", node=Config)
 
 
@@ -71,7 +74,7 @@ def world_size(config: Config, environ: Mapping[str, str] = os.environ) -> int:
 def resolve_layout(
     config: Config, world_size: int | None = None, environ: Mapping[str, str] = os.environ
 ) -> Config:
-    """A copy with every derived key filled in: data, zero, vocab_size, nodes and ranks_per_node.
+    """A copy with every derived key filled in: data, zero, qk_clip, vocab_size, nodes and ranks_per_node.
 
     `eval.batches` is rounded up to what the layout can share.
 
@@ -84,6 +87,8 @@ def resolve_layout(
         parallel.data = max(1, ranks // max(1, parallel.pipeline * parallel.context))
     if parallel.zero is None:
         parallel.zero = 0 if resolved.optim.name == "muon" else 1
+    if resolved.optim.qk_clip is None:
+        resolved.optim.qk_clip = QK_CLIP if resolved.optim.name == "muon_per_head" else 0.0
     # Each data rank takes as many validation micro-batches.
     if parallel.data > 0 and resolved.eval.batches > 0:
         resolved.eval.batches = math.ceil(resolved.eval.batches / parallel.data) * parallel.data

@@ -216,6 +216,8 @@ def _through_torch() -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
     except Exception as error:  # a broken native library raises nearly anything
         return [], [], f"torch: importing it failed: {error}".splitlines()[0]
     from k3train.ops.backends import report
+    from offload.files.engine import report as engines
+    from parallel.moonep.plan.backends import report as planners
 
     devices = []
     for index in range(torch.cuda.device_count()):
@@ -226,7 +228,11 @@ def _through_torch() -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
         )
     operators = [
         {"operator": op, "backend": backend, "available": available, "reason": reason}
-        for op, backend, available, reason in report()
+        for op, backend, available, reason in [
+            *report(),
+            *(("moonep plan", *row) for row in planners()),
+            *(("file engine", *row) for row in engines()),
+        ]
     ]
     gloo = distributed.is_available() and distributed.is_gloo_available()
     return (
@@ -265,7 +271,7 @@ def _devices_text(devices: Sequence[dict[str, Any]]) -> str:
 
 def _operators_text(operators: Sequence[dict[str, Any]]) -> str:
     return "\n".join(
-        f"{entry['operator']:<12}{entry['backend']:<12}{'usable' if entry['available'] else entry['reason']}"
+        f"{entry['operator']:<16}{entry['backend']:<12}{'usable' if entry['available'] else entry['reason']}"
         for entry in operators
     )
 

@@ -62,7 +62,8 @@ def initialize(topology: Topology, *, device: str = "auto", timeout_minutes: flo
     )
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=topology.pipeline,
-        virtual_pipeline_model_parallel_size=topology.virtual if topology.virtual > 1 else None,
+        # megatron-core's own schedules know several chunks on several pipeline ranks only.
+        virtual_pipeline_model_parallel_size=topology.virtual if topology.is_interleaved else None,
         context_parallel_size=topology.context,
         expert_model_parallel_size=topology.expert,
         expert_tensor_parallel_size=1,
@@ -71,6 +72,23 @@ def initialize(topology: Topology, *, device: str = "auto", timeout_minutes: flo
     )
     model_parallel_cuda_manual_seed(seed)
     return Groups(topology, ProcessGroupCollection.use_mpu_process_groups(), place, rank)
+
+
+def second_expert_group(groups: Groups) -> dist.ProcessGroup | None:
+    """A communicator of its own over this rank's expert-parallel ranks, for transfers beside the first's.
+
+    None on a CPU and where no rank shares its experts. A collective over all ranks of the run: NCCL splits
+    communicators off the one of all ranks, whether they belong to the new one or not.
+    """
+    if groups.device.type != "cuda" or groups.topology.expert == 1:
+        return None
+    found: dist.ProcessGroup | None = None
+    for ranks in groups.topology.groups("expert"):
+        made = dist.new_group(ranks)
+        if groups.rank in ranks:
+            assert isinstance(made, dist.ProcessGroup)
+            found = made
+    return found
 
 
 def destroy() -> None:

@@ -39,6 +39,11 @@ class Topology:
         return self.pipeline * self.context * self.data
 
     @property
+    def is_interleaved(self) -> bool:
+        """Whether several pipeline ranks have several chunks each."""
+        return self.pipeline > 1 and self.virtual > 1
+
+    @property
     def num_chunks(self) -> int:
         """Model chunks in the whole pipeline."""
         return self.pipeline * self.virtual

@@ -146,6 +146,8 @@ def test_command(line: str, at_home: Path, capsys: pytest.CaptureFixture[str]) -
     program, *arguments = words(line)
     if program == "make":
         assert dry_run(line).strip()
+    elif program == "python" and arguments[0].startswith("benchmarks/"):
+        takes_its_options(arguments)
     elif program in ("torchrun", "python"):
         composes_under_torchrun(arguments)
     elif program == "tensorboard":
@@ -173,6 +175,12 @@ def runs_or_composes(arguments: list[str]) -> None:
         assert {word.partition("=")[0] for word in rest[1:]} <= OPTIONS.keys()
     else:
         assert cli.main(arguments) == 0
+
+
+def takes_its_options(arguments: list[str]) -> None:
+    """A benchmark knows the options that it is shown with."""
+    helped = run([sys.executable, str(ROOT / arguments[0]), "--help"], ROOT)
+    assert [word for word in arguments if word.startswith("--") and word not in helped] == []
 
 
 def composes_under_torchrun(arguments: list[str]) -> None:

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
+    ShardedTensor,
     ShardedTensorFactory,
 )
 from megatron.core.dist_checkpointing.optimizer import (
@@ -23,6 +24,8 @@ from megatron.core.dist_checkpointing.optimizer import (
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
+
+from ..optim.per_head import PerHeadMuon
 
 # Each rank stores what it holds, without communication: a run continues in the layout it was saved in.
 METADATA = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
@@ -54,6 +57,9 @@ def describe(optimizer: MegatronOptimizer, model_state: State, *, is_loading: bo
             described = optimizer.sharded_state_dict(
                 model_state, is_loading=is_loading, metadata=dict(METADATA)
             )
+            for part, state in zip(parts, described.values() if len(parts) > 1 else [described], strict=True):
+                if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, PerHeadMuon):
+                    _part_second_moments(part, state)
     dict_list_map_inplace(_keep_local, described)
     return described
 
@@ -108,6 +114,41 @@ def _describe_float16(
     return state
 
 
+def _part_second_moments(part: DistributedOptimizer, state: State) -> None:
+    """Store AdamW's second moments parameter by parameter.
+
+    megatron-core stores a bucket's states as one tensor each, which a state that some of its parameters lack
+    would leave full of holes.
+    """
+    for number, ranges in enumerate(part.gbuf_ranges):
+        order = {id(model): index for index, model in enumerate(part.buffers[number].param_index_map)}
+        for dtype, buckets in ranges.items():
+            for bucket, entries in zip(buckets, state["param_state"][number][dtype], strict=True):
+                held = iter(bucket["param_map"].items())
+                for entry in entries:
+                    whole = entry.pop("exp_avg_sq", None)
+                    if entry["padding"].unwrap():
+                        continue
+                    model, place = next(held)
+                    if whole is not None:
+                        first = place["param"].start
+                        entry["exp_avg_sq"] = _piece(whole, order[id(model)], model.numel(), first)
+
+
+def _piece(whole: ShardedTensor, number: int, numel: int, first: int) -> ShardedTensor:
+    """A parameter's elements from flat element `first` on, out of a tensor of the bucket's."""
+    return ShardedTensor(
+        f"{whole.key}.{number}",
+        whole.data,
+        whole.dtype,
+        whole.local_shape,
+        (numel,),
+        (first,),
+        axis_fragmentations=None,
+        replica_id=whole.replica_id,
+    )
+
+
 def _number_as_stored(part: DistributedOptimizer) -> None:
     """Correct megatron-core's table of a parameter's place: it ignores that FP32 parameters come first."""
     for group, (full, half) in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
@@ -126,6 +167,8 @@ def _inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimize
 def _fill_empty_state(optimizer: MegatronOptimizer) -> None:
     """Give parameters that AdamW has not met yet the state of step zero."""
     for inner in _inner_optimizers(optimizer):
+        if isinstance(inner, PerHeadMuon):
+            inner.start_state()
         if not _counts_per_parameter(inner):
             continue
         for parameter in _parameters(inner):
@@ -138,7 +181,7 @@ def _fill_empty_state(optimizer: MegatronOptimizer) -> None:
 
 
 def _counts_per_parameter(inner: torch.optim.Optimizer) -> bool:
-    return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+    return isinstance(inner, torch.optim.Adam | torch.optim.AdamW | PerHeadMuon)
 
 
 def _parameters(inner: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -19,9 +19,9 @@ from ..ops.packing import Packing
 from .attn_res import AttentionResidual, ResidualState
 from .layer import DecoderLayer
 from .linear import column_linear, project
+from .moe import LatentMoE
 from .mtp import MultiTokenPrediction, mtp_targets
 from .norm import RMSNorm
-from .router import QuantileRouter
 from .spec import layer_submodules
 from .transformer_config import K3TransformerConfig
 
@@ -164,12 +164,12 @@ class LanguageModelChunk(MegatronModule):
                 described.update(sharded_state_dict_default(part, path, sharded_offsets, metadata))
         return described
 
-    def routers(self) -> list[tuple[str, QuantileRouter]]:
-        """Name and router of every MoE layer of this chunk, in the order of the forward pass."""
+    def moe_layers(self) -> list[tuple[str, LatentMoE]]:
+        """Name and module of every MoE layer of this chunk, in the order of the forward pass."""
         named: list[tuple[str, Any]] = [(f"layer_{index}", layer.mlp) for index, layer in self.layers.items()]
         if self.post_process and self.config.k3.mtp_layers:
             named.append(("mtp", self.mtp.layer.mlp))
-        return [(name, mlp.router) for name, mlp in named if hasattr(mlp, "router")]
+        return [(name, mlp) for name, mlp in named if isinstance(mlp, LatentMoE)]
 
 
 def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..ops.packing import Packing
 from .attn_res import AttentionResidual, ResidualState
 from .norm import RMSNorm
+from .router import RoutingMemo
 from .transformer_config import K3TransformerConfig
 
 
@@ -57,14 +58,21 @@ class DecoderLayer(MegatronModule):
     def forward(self, state: ResidualState, packing: Packing, valid: Tensor | None) -> ResidualState:
         """Advance the residual state by one layer; `valid` [s, b] is False for padding."""
         if self.config.k3.recompute == "layer" and self.training:
+            memo = RoutingMemo()
             running = checkpoint(
-                lambda *sources: self._running(sources, packing, valid), False, *state.sources
+                lambda *sources: self._running(sources, packing, valid, memo), False, *state.sources
             )
         else:
             running = self._running(state.sources, packing, valid)
         return ResidualState(state.sources if self.starts_block else state.bank, running)
 
-    def _running(self, sources: tuple[Tensor, ...], packing: Packing, valid: Tensor | None) -> Tensor:
+    def _running(
+        self,
+        sources: tuple[Tensor, ...],
+        packing: Packing,
+        valid: Tensor | None,
+        memo: RoutingMemo | None = None,
+    ) -> Tensor:
         """The running sum after this layer, [s, b, d]; sources are the bank and the sum before it."""
         *bank, running = sources
         mixed = self.attention_res(sources) if bank else running
@@ -73,5 +81,5 @@ class DecoderLayer(MegatronModule):
             bank, running = list(sources), attended
         else:
             running = running + attended
-        output, _ = self.mlp(self.post_norm(self.mlp_res((*bank, running))), valid)
+        output, _ = self.mlp(self.post_norm(self.mlp_res((*bank, running))), valid, memo)
         return running + output

@@ -15,6 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from ..ops.attention import causal_attention
+from ..ops.attention.largest_logit import largest_logits
 from ..ops.packing import Packing
 from .linear import column_linear, project, row_linear
 from .norm import RMSNorm
@@ -33,6 +34,7 @@ class GatedMLA(MegatronModule):
     """MLA whose output is gated channel by channel by the input."""
 
     config: K3TransformerConfig
+    largest_logit: Tensor
 
     def __init__(
         self,
@@ -61,6 +63,10 @@ class GatedMLA(MegatronModule):
             submodules.row_linear, config, heads * model.v_head_dim, model.hidden_size, pg_collection.tp
         )
 
+        if config.logit_bound:
+            # Of each head in the training steps since the last reset, as far as it is above the bound.
+            self.register_buffer("largest_logit", torch.zeros(heads), persistent=False)
+
     def forward(self, hidden_states: Tensor, packing: Packing) -> Tensor:
         """Attend inside each document. hidden_states and result: [s, b, d]."""
         model = self.config.k3
@@ -75,8 +81,16 @@ class GatedMLA(MegatronModule):
         nope, value = expanded.split((model.qk_nope_head_dim, model.v_head_dim), dim=-1)
         extra = extra.unsqueeze(2).expand(-1, -1, model.num_heads, -1)  # [b, s, H, X]
         key = torch.cat((nope, extra), dim=-1)
+        # Under recompute only the second pass runs with gradients, so each token counts once.
+        if self.config.logit_bound and self.training and torch.is_grad_enabled():
+            self._keep_largest(query, key, packing)
         attended = causal_attention(
             query, key, value, scale=self.scale, packing=packing, backend=model.backends.attention
         )  # [b, s, H, V]
         gated = torch.sigmoid(project(self.g_proj, x)) * attended.flatten(2).to(x.dtype)
         return project(self.o_proj, gated).transpose(0, 1)
+
+    def _keep_largest(self, query: Tensor, key: Tensor, packing: Packing) -> None:
+        """Raise each head's largest logit of the step, where QK-Clip may need it; [b, s, H, N + X]."""
+        seen = largest_logits(query, key, scale=self.scale, packing=packing, above=self.config.logit_bound)
+        torch.maximum(self.largest_logit, seen, out=self.largest_logit)

@@ -19,6 +19,7 @@ from ..ops.packing import Packing
 from .layer import DecoderLayerSubmodules
 from .linear import column_linear, project
 from .norm import RMSNorm
+from .router import RoutingMemo
 from .transformer_config import K3TransformerConfig
 
 
@@ -44,12 +45,19 @@ class PlainLayer(MegatronModule):
     def forward(self, hidden_states: Tensor, packing: Packing, valid: Tensor | None) -> Tensor:
         """hidden_states [s, b, d] to [s, b, d]."""
         if self.config.k3.recompute == "layer" and self.training:
-            return checkpoint(lambda hidden: self._run(hidden, packing, valid), False, hidden_states)
+            memo = RoutingMemo()
+            return checkpoint(lambda hidden: self._run(hidden, packing, valid, memo), False, hidden_states)
         return self._run(hidden_states, packing, valid)
 
-    def _run(self, hidden_states: Tensor, packing: Packing, valid: Tensor | None) -> Tensor:
+    def _run(
+        self,
+        hidden_states: Tensor,
+        packing: Packing,
+        valid: Tensor | None,
+        memo: RoutingMemo | None = None,
+    ) -> Tensor:
         hidden_states = hidden_states + self.self_attention(self.input_norm(hidden_states), packing)
-        output, _ = self.mlp(self.post_norm(hidden_states), valid)
+        output, _ = self.mlp(self.post_norm(hidden_states), valid, memo)
         return hidden_states + output
 
 

@@ -7,6 +7,9 @@ estimated from a histogram over the global batch. Shapes: t tokens, d hidden, E 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import Router
@@ -15,6 +18,24 @@ from torch.nn.functional import linear
 
 from ..ops.quantile import bias_from_histogram, required_bias_histogram, route
 from .transformer_config import K3TransformerConfig
+
+
+class Routing(NamedTuple):
+    """Where each token goes."""
+
+    choice: Tensor
+    """int64 [t, k], experts by their number in the whole model."""
+    weights: Tensor
+    """FP32 [t, k], differentiable."""
+
+
+@dataclass
+class RoutingMemo:
+    """What the first pass of a recomputed layer decided: the second pass must not decide anew."""
+
+    choice: Tensor | None = None
+    plan: Any = None
+    """Of `parallel.moonep`."""
 
 
 class QuantileRouter(Router):
@@ -43,30 +64,40 @@ class QuantileRouter(Router):
         )
         self.register_buffer("load", count(experts, dtype=torch.int64), persistent=False)
         self.register_buffer("unbiased_load", count(experts, dtype=torch.int64), persistent=False)
+        self.traced: list[Tensor] | None = None
+        """Where a list: entries [E] of each micro-batch, padding included, are added to it in training."""
 
     def gating(self, input: Tensor) -> Tensor:
         """Logits in FP32 from FP32 input and weight: input [t, d] to [t, E]."""
         return linear(input.float(), self.weight.float())
 
-    def routing(self, logits: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weights FP32 [t, E], zero where not routed, and the boolean map [t, E]."""
+    def routing(
+        self, logits: Tensor, valid: Tensor | None = None, memo: RoutingMemo | None = None
+    ) -> Routing:  # type: ignore[override]
+        """The choice and weights for logits [t, E]; a filled `memo` holds the choice of an earlier pass."""
         scores = torch.sigmoid(logits)
-        indices, cutoff = route(scores.detach(), self.expert_bias, self.top_k)
-        # Under recompute only the second pass runs with gradients, so each token counts once.
-        if self.training and torch.is_grad_enabled():
-            self._count(scores.detach(), indices, cutoff, valid)
-        chosen = scores.gather(-1, indices)
-        weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * self.config.k3.routed_scaling_factor
-        probs = torch.zeros_like(scores).scatter(-1, indices, weights)
-        routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, indices, True)
-        return probs, routing_map
+        if memo is not None and memo.choice is not None:
+            return self._weigh(scores, memo.choice)
+        choice, cutoff = route(scores.detach(), self.expert_bias, self.top_k)
+        if self.training:
+            self._count(scores.detach(), choice, cutoff, valid)
+        if memo is not None:
+            memo.choice = choice
+        return self._weigh(scores, choice)
 
-    def forward(self, input: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor, valid: Tensor | None = None, memo: RoutingMemo | None = None) -> Routing:
         """Route input [..., d]; `valid` [...] is False for padding, which is routed but not counted."""
         flat = input.reshape(-1, input.shape[-1])
-        return self.routing(self.gating(flat), None if valid is None else valid.reshape(-1))
+        return self.routing(self.gating(flat), None if valid is None else valid.reshape(-1), memo)
+
+    def _weigh(self, scores: Tensor, choice: Tensor) -> Routing:
+        chosen = scores.gather(-1, choice)
+        weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * self.config.k3.routed_scaling_factor
+        return Routing(choice, weights)
 
     def _count(self, scores: Tensor, indices: Tensor, cutoff: Tensor, valid: Tensor | None) -> None:
+        if self.traced is not None:
+            self.traced.append(torch.bincount(indices.flatten(), minlength=self.load.numel()))
         self.histogram += required_bias_histogram(
             scores, cutoff, self.expert_bias, bins=self.histogram.shape[1], valid=valid
         )

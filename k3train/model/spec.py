@@ -12,10 +12,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from ..config import ModelConfig
 from ..ops.backends import resolve
 from ..shapes import layer_kinds
+from .experts import GroupedExperts, SequentialExperts, SiTUGLU
 from .kda import KDASubmodules, KimiDeltaAttention
 from .layer import DecoderLayerSubmodules
 from .mla import GatedMLA, MLASubmodules
-from .moe import GatedFFN, GroupedExperts, LatentMoE, LatentMoESubmodules, SequentialExperts, SiTUGLU
+from .moe import GatedFFN, LatentMoE, LatentMoESubmodules
 
 
 def layer_submodules(model: ModelConfig, layer_index: int) -> DecoderLayerSubmodules:

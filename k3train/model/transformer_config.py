@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ..config import Config, ModelConfig
+from parallel.moonep.transport import Transport
+
+from ..config import Config, ExpertConfig, ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass
 class K3TransformerConfig(TransformerConfig):
-    """TransformerConfig with the model's own section beside it, so that modules read K3's names."""
+    """TransformerConfig with the run's own sections beside it, so that modules read K3's names."""
 
     k3: ModelConfig = field(default_factory=ModelConfig)
+    experts: ExpertConfig = field(default_factory=ExpertConfig)
+    expert_transport: Callable[[], Transport] | None = None
+    """Gives the transport that all MoE layers share; a function, for megatron-core copies configurations."""
+    expert_pad: int = 1
+    """With MoonEP the rows of each expert are rounded up to a multiple of this."""
+    logit_bound: float = 0.0
+    """Attention logit above which Gated MLA keeps each head's largest; 0: nothing is kept."""
 
 
 def transformer_config(config: Config) -> K3TransformerConfig:
@@ -24,9 +34,11 @@ def transformer_config(config: Config) -> K3TransformerConfig:
     model, parallel = config.model, config.parallel
     dtype = DTYPES[model.dtype]
     pipelined = parallel.pipeline > 1
-    interleaved = parallel.virtual > 1
+    interleaved = pipelined and parallel.virtual > 1
     return K3TransformerConfig(
         k3=model,
+        experts=parallel.expert,
+        logit_bound=config.optim.qk_clip or 0.0,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_heads,

@@ -54,7 +54,7 @@ class Backend:
         return getattr(module, self.function)  # type: ignore[no-any-return]
 
 
-# Fastest first: `auto` takes the first one that does not refuse.
+# Fastest first: `auto` takes the first one that does not refuse (the grouped products ask their cost model).
 _BACKENDS = (
     Backend("kda", "fla", "kda.fla", "delta_attention", ("cuda",), LOW_PRECISION, "fla.ops.kda"),
     Backend("kda", "chunk", "kda.core", "delta_attention_chunk"),
@@ -78,6 +78,10 @@ _BACKENDS = (
             "torch.nn.attention.varlen"),
     Backend("item_attention", "sdpa", "item_attention.sdpa", "item_attention"),
     Backend("item_attention", "reference", "item_attention.reference", "item_attention"),
+    Backend("grouped", "te", "grouped.te", "products", ("cuda",), LOW_PRECISION,
+            "transformer_engine.pytorch"),
+    Backend("grouped", "grouped_mm", "grouped.grouped_mm", "products", ("cpu", "cuda"), (torch.bfloat16,)),
+    Backend("grouped", "loop", "grouped.loop", "products"),
     Backend("linear", "te", "linear", "transformer_engine_modules", ("cuda",), None,
             "transformer_engine.pytorch"),
     Backend("linear", "local", "linear", "local_modules"),
@@ -93,24 +97,42 @@ def resolve(op: str, requested: str, device_type: str, dtype: torch.dtype | None
 
     Raises UserError when `requested` is unknown or cannot run here; "auto" takes the fastest that can.
     """
-    candidates = [backend for backend in _BACKENDS if backend.op == op]
-    assert candidates, f"unknown operator {op}"
     key = _KEYS.get(op, f"model.backends.{op}")
-    usable = [b.name for b in candidates if b.refuses(device_type, dtype) is None]
+    able = usable(op, device_type, dtype)
     if requested == "auto":
-        return next(b for b in candidates if b.name == usable[0])
-    for backend in candidates:
+        return able[0]
+    for backend in candidates(op):
         if backend.name == requested:
             if reason := backend.refuses(device_type, dtype):
-                raise UserError(f"{key}={requested}: {reason}; use auto or {', '.join(usable)}")
+                names = ", ".join(b.name for b in able)
+                raise UserError(f"{key}={requested}: {reason}; use auto or {names}")
             return backend
-    names = ", ".join(b.name for b in candidates)
+    names = ", ".join(b.name for b in candidates(op))
     raise UserError(f"{key}={requested}: no such backend; use auto, {names}")
+
+
+def candidates(op: str) -> list[Backend]:
+    """Every backend of the operator, fastest first."""
+    found = [backend for backend in _BACKENDS if backend.op == op]
+    assert found, f"unknown operator {op}"
+    return found
+
+
+def usable(op: str, device_type: str, dtype: torch.dtype | None = None) -> list[Backend]:
+    """The backends that run `op` on such tensors here, fastest first."""
+    return [backend for backend in candidates(op) if backend.refuses(device_type, dtype) is None]
 
 
 def call(op: str, requested: str, like: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run `op` through the backend that suits the tensor `like`."""
     return _function(op, requested, like.device.type, like.dtype)(*args, **kwargs)
+
+
+def current_device() -> torch.device:
+    """Where this process computes: its GPU, or the CPU without one."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def report() -> list[tuple[str, str, bool, str | None]]:

@@ -10,8 +10,11 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from parallel.zero2.wrapper import shard_gradients
+
 from ..config import Config
 from ..model.transformer_config import DTYPES
+from .placement import use_per_head_muon
 
 
 def build_optimizer(
@@ -24,7 +27,8 @@ def build_optimizer(
     optim = config.optim
     dtype = DTYPES[config.model.dtype]
     settings = OptimizerConfig(
-        optimizer={"adamw": "adam", "muon": "muon"}[optim.name],
+        # Per-Head Muon takes AdamW's place in the wrappers.
+        optimizer={"adamw": "adam", "muon": "muon", "muon_per_head": "adam"}[optim.name],
         lr=optim.lr,
         min_lr=optim.lr * optim.min_lr_ratio,
         weight_decay=optim.weight_decay,
@@ -35,7 +39,7 @@ def build_optimizer(
         clip_grad=0.0,
         params_dtype=dtype,
         bf16=config.model.dtype == "bfloat16",
-        use_distributed_optimizer=config.parallel.zero == 1,
+        use_distributed_optimizer=config.parallel.zero != 0,
         muon_momentum=optim.muon_momentum,
         muon_nesterov=True,
         muon_num_ns_steps=optim.muon_steps,
@@ -45,9 +49,14 @@ def build_optimizer(
         muon_extra_scale_factor=0.2,
         muon_split_qkv=False,
     )
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         settings, chunks, use_gloo_process_groups=False, pg_collection=pg_collection
     )
+    if optim.name == "muon_per_head":
+        use_per_head_muon(optimizer, chunks, config)
+    if config.parallel.zero == 2:
+        shard_gradients(optimizer)
+    return optimizer
 
 
 def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

@@ -6,6 +6,8 @@ the result is rounded to FP32, which hides the order of the sum.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -13,14 +15,21 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from .build import sub_optimizers
+from .stream import StreamedUpdate
 
 
-def gradients(optimizer: MegatronOptimizer) -> list[tuple[Tensor, str]]:
-    """(FP32 gradient, kind) of all that this rank's optimizer updates.
+def gradients(
+    optimizer: MegatronOptimizer, stream: StreamedUpdate | None = None
+) -> Iterator[list[tuple[Tensor, str]]]:
+    """(FP32 gradient, kind) of all that this rank's optimizer updates, a window of a stream at a time.
 
     Kinds: "expert", "tower" for what every pipeline rank holds alike, "dense".
     """
-    return [
+    if stream is not None:
+        for window in stream.gradients():
+            yield [(gradient, _kind(parameter)) for gradient, parameter in window]
+        return
+    yield [
         (parameter.grad, _kind(parameter))
         for part in sub_optimizers(optimizer)
         for parameter in part.get_parameters()
@@ -34,12 +43,14 @@ def gradient_norm(
     device: torch.device,
     *,
     sharded: bool,
+    stream: StreamedUpdate | None = None,
 ) -> float:
     """Norm over all parameters of the model, a FP32 value; a collective over all ranks.
 
     Args:
         optimizer: after `prepare_grads`.
-        sharded: each data-parallel rank holds its own part (ZeRO-1), where otherwise all hold the same.
+        sharded: each data-parallel rank holds its own part (ZeRO), where otherwise all hold the same.
+        stream: what brings gradients to the device, where they are not all there.
     """
     dense = sharded or pg_collection.dp_cp.rank() == 0
     counts = {
@@ -47,10 +58,13 @@ def gradient_norm(
         "tower": dense and pg_collection.pp.rank() == 0,
         "expert": sharded or pg_collection.expt_dp.rank() == 0,
     }
-    counted = [grad for grad, kind in gradients(optimizer) if counts[kind]]
+    norms: list[Tensor] = []
+    for window in gradients(optimizer, stream):
+        counted = [grad for grad, kind in window if counts[kind]]
+        norms += torch._foreach_norm(counted) if counted else []
     total = torch.zeros((), dtype=torch.float64, device=device)
-    if counted:
-        total += torch.stack(torch._foreach_norm(counted)).double().square().sum()
+    if norms:
+        total += torch.stack(norms).double().square().sum()
     dist.all_reduce(total)
     return total.sqrt().float().item()
 
@@ -63,7 +77,15 @@ def _kind(parameter: Tensor) -> str:
 
 
 @torch.no_grad()
-def clip_gradients(optimizer: MegatronOptimizer, norm: float, limit: float) -> None:
+def clip_gradients(
+    optimizer: MegatronOptimizer, norm: float, limit: float, stream: StreamedUpdate | None = None
+) -> None:
     """Scale all gradients so that a finite global norm of `norm` becomes at most `limit` (0: leave them)."""
-    if limit > 0 and norm > limit:
-        torch._foreach_mul_([grad for grad, _ in gradients(optimizer)], limit / (norm + 1e-6))
+    if limit <= 0 or norm <= limit:
+        return
+    factor = limit / (norm + 1e-6)
+    if stream is not None:
+        stream.scale(factor)
+        return
+    for window in gradients(optimizer):
+        torch._foreach_mul_([grad for grad, _ in window], factor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,20 +15,28 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from parallel.groups import Groups
+from parallel.groups import Groups, second_expert_group
+from parallel.moonep.transport import Transport, open_transport
 from parallel.topology import Topology
+from parallel.zero2.rotator import Rotator
+from parallel.zero2.wrapper import RotatingDataParallel
 
 from ..config import Config
+from ..memory import tokens_per_microbatch
 from ..model.decoder import LanguageModelChunk
 from ..model.init import initialize
-from ..model.transformer_config import K3TransformerConfig, transformer_config
+from ..model.transformer_config import DTYPES, K3TransformerConfig, transformer_config
 from ..model.vision_chunk import VisionChunk
 from ..model.vision_init import initialize_vision
+from ..ops.grouped import padding
 from ..optim.build import build_optimizer, build_scheduler
+from ..optim.qk_clip import QKClip
 from ..schedule import layer_cuts
 from .pipeline import Pipeline
+from .shards import build_rotator, build_stream
 from .step import Trainer
 from .tower import Tower
 
@@ -48,7 +57,12 @@ def topology(config: Config) -> Topology:
 def build_trainer(config: Config, groups: Groups) -> Trainer:
     """Model chunks, vision tower, optimizer and schedule of this rank, at their initial state."""
     settings = transformer_config(config)
-    chunks = build_chunks(config, groups, settings)
+    if config.parallel.expert.dispatcher == "moonep":
+        transport = expert_transport(config, groups)
+        settings.expert_transport = lambda: transport
+        settings.expert_pad = expert_padding(config, groups.device)
+    rotator = build_rotator(config, groups.device)
+    chunks = build_chunks(config, groups, settings, rotator)
     tower = build_tower(config, groups, settings) if config.vision.enabled else None
     modules = [*chunks, *([tower.model] if tower else [])]
     settings.no_sync_func = partial(_without_sync, modules)
@@ -61,14 +75,45 @@ def build_trainer(config: Config, groups: Groups) -> Trainer:
         tower=tower,
         optimizer=optimizer,
         scheduler=build_scheduler(config, optimizer),
-        pipeline=Pipeline(config, groups, tower),
+        pipeline=Pipeline(config, groups, tower, rotator),
+        qk_clip=build_qk_clip(config, groups, chunks),
+        stream=build_stream(config, groups.device, optimizer, rotator),
+    )
+
+
+def build_qk_clip(config: Config, groups: Groups, chunks: list[DistributedDataParallel]) -> QKClip | None:
+    """What bounds attention logits, where the optimizer asks for it."""
+    if not config.optim.qk_clip:
+        return None
+    return QKClip(unwrap_model(chunks), config.optim.qk_clip, groups.pg_collection.dp_cp)
+
+
+def expert_transport(config: Config, groups: Groups) -> Transport:
+    """The transport that all MoE layers of this rank share; a collective over all ranks."""
+    group, requested = groups.pg_collection.ep, config.parallel.expert.transport
+    # What "auto" finds may differ between groups, and all ranks make this one together.
+    second = None if requested == "peer" else second_expert_group(groups)
+    return open_transport(requested, group if group.size() > 1 else None, groups.device, second)
+
+
+def expert_padding(config: Config, device: torch.device) -> int:
+    """Rows to which the products of an expert's rows are rounded up so that they take the least time."""
+    model = config.model
+    latent, width = model.latent_size, model.expert_ffn_size
+    return padding(
+        tokens_per_microbatch(config) * model.top_k,
+        model.num_experts // config.parallel.expert.size,
+        ((latent, 2 * width), (width, latent)),
+        device,
+        DTYPES[model.dtype],
+        backend=model.backends.grouped,
     )
 
 
 def build_chunks(
-    config: Config, groups: Groups, settings: K3TransformerConfig
+    config: Config, groups: Groups, settings: K3TransformerConfig, rotator: Rotator | None
 ) -> list[DistributedDataParallel]:
-    """This rank's chunks, initialised, in megatron-core's data-parallel wrapper."""
+    """This rank's chunks, initialised, in megatron-core's data-parallel wrapper or ZeRO-2's."""
     collection, virtual_size = groups.pg_collection, config.parallel.virtual
     cuts = layer_cuts(config, groups.topology)
     wrapped = []
@@ -78,7 +123,7 @@ def build_chunks(
         chunk = LanguageModelChunk(settings, layers, collection, vp_stage=vp_stage)
         chunk.to(groups.device)
         initialize(chunk, config.run.seed)
-        wrapped.append(_wrap(config, groups, settings, chunk, first=virtual == 0))
+        wrapped.append(_wrap(config, groups, settings, chunk, rotator))
     return wrapped
 
 
@@ -87,23 +132,29 @@ def build_tower(config: Config, groups: Groups, settings: K3TransformerConfig) -
     chunk = VisionChunk(settings, config.vision, groups.pg_collection)
     chunk.to(groups.device)
     initialize_vision(chunk.vision, config.run.seed, config.model.init_std)
-    model = _wrap(config, groups, settings, chunk, first=False)
+    model = _wrap(config, groups, settings, chunk)
     return Tower(config.vision, model, groups.pg_collection.pp, config.model.hidden_size)
 
 
 def _wrap(
-    config: Config, groups: Groups, settings: K3TransformerConfig, chunk: MegatronModule, *, first: bool
+    config: Config,
+    groups: Groups,
+    settings: K3TransformerConfig,
+    chunk: MegatronModule,
+    rotator: Rotator | None = None,
 ) -> DistributedDataParallel:
-    return DistributedDataParallel(
+    wrapper = partial(RotatingDataParallel, rotator=rotator) if rotator else DistributedDataParallel
+    return wrapper(
         settings,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             # The table says when a chunk's sum starts; nothing waits for it before the step's end.
             overlap_grad_reduce=True,
-            use_distributed_optimizer=config.parallel.zero == 1,
+            use_distributed_optimizer=config.parallel.zero != 0,
         ),
         chunk,
-        disable_bucketing=not first,
+        # It would put BF16 and FP32 parameters into one group, whose gather gloo joins at one type.
+        disable_bucketing=False,
         pg_collection=groups.pg_collection,
     )
 
@@ -129,7 +180,10 @@ def _finalize(
 
 
 def set_numerics(config: Config) -> None:
-    """Threads and determinism of this process, before anything is computed."""
+    """Threads, determinism and caches of this process, before anything is computed."""
+    # Every number of rows is another product to cuBLASLt, which looks a new one up for about 0.2 ms and by
+    # default remembers 8,192 of them: fewer than the experts of a step have.
+    os.environ.setdefault("CUBLASLT_HEURISTICS_CACHE_CAPACITY", "262144")
     torch.set_num_threads(config.run.threads)
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -13,6 +13,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from ..model.decoder import LanguageModelChunk
+from ..model.dispatch import BalancedDispatcher
+from ..model.moe import LatentMoE
 from ..model.router import QuantileRouter
 
 
@@ -25,6 +27,8 @@ class LayerBalance:
     rows_max_over_mean: float
     """Of the rows that each expert-parallel rank computed."""
     bias_range: float
+    moonep: dict[str, float]
+    """`parallel.moonep.stats.Stats.read`; empty with another dispatcher."""
 
 
 Balance = dict[str, LayerBalance]
@@ -38,15 +42,15 @@ def balance_experts(
 
     Collective over all ranks. With `update` False the counts are dropped: a skipped step leaves no trace.
     """
-    routers = [named for model in models for named in model.routers()]
+    layers = [named for model in models for named in model.moe_layers()]
     local: Balance = {}
-    if routers:
-        _reduce_counts([router for _, router in routers], groups)
-        for name, router in routers:
+    if layers:
+        _reduce_counts([layer.router for _, layer in layers], groups)
+        for name, layer in layers:
             if update:
-                router.update_bias()
-            local[name] = _describe(router, groups.ep.size())
-            router.reset_counts()
+                _learn(layer)
+            local[name] = _describe(layer, groups.ep.size())
+            layer.router.reset_counts()
     return _gather(local, groups)
 
 
@@ -59,12 +63,26 @@ def _reduce_counts(routers: list[QuantileRouter], groups: ProcessGroupCollection
             getattr(router, name).copy_(total)
 
 
-def _describe(router: QuantileRouter, expert_ranks: int) -> LayerBalance:
+def _learn(layer: LatentMoE) -> None:
+    """The router's bias, and what a policy of MoonEP makes of the step's loads."""
+    layer.router.update_bias()
+    if isinstance(layer.token_dispatcher, BalancedDispatcher):
+        layer.token_dispatcher.observe(layer.router.load[layer.logical])
+
+
+def _describe(layer: LatentMoE, expert_ranks: int) -> LayerBalance:
+    router, dispatcher = layer.router, layer.token_dispatcher
+    rows = _max_over_mean(router.load[layer.logical].view(expert_ranks, -1).sum(1))
+    moved: dict[str, float] = {}
+    if isinstance(dispatcher, BalancedDispatcher):
+        moved = dispatcher.moonep.stats.read()
+        rows = moved.get("max_over_mean_after", rows)
     return LayerBalance(
         _max_over_mean(router.load),
         _max_over_mean(router.unbiased_load),
-        _max_over_mean(router.load.view(expert_ranks, -1).sum(-1)),
+        rows,
         (router.expert_bias.max() - router.expert_bias.min()).item(),
+        moved,
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
+
+from parallel.zero2.views import is_parked
 
 from ..model.attn_res import ResidualState
 from ..model.naming import named_parameters
@@ -52,12 +55,26 @@ def _first_bad_gradient(trainer: Trainer) -> str | None:
     named = [list(named_parameters(model)) for model in trainer.models]
     if trainer.tower is not None:
         named.insert(0, list(unwrap_model(trainer.tower.model).named_parameters()))
+    bad = _bad_gradients(trainer)
     for parameters in reversed(named):
         for name, parameter in reversed(parameters):
-            gradient = getattr(parameter, "main_grad", None)
-            if gradient is not None and not torch.isfinite(gradient).all():
+            if id(parameter) in bad:
                 return name
     return None
+
+
+def _bad_gradients(trainer: Trainer) -> set[int]:
+    """Ids of parameters of whose gradient this rank's part is not finite."""
+    if trainer.stream is not None:
+        pairs = [pair for window in trainer.stream.gradients() for pair in _not_finite(window)]
+        return {id(parameter) for _, parameter in pairs}
+    parameters = [parameter for module in trainer.modules for parameter in module.parameters()]
+    found = [(parameter.main_grad, parameter) for parameter in parameters if hasattr(parameter, "main_grad")]
+    return {id(parameter) for _, parameter in _not_finite([p for p in found if not is_parked(p[0])])}
+
+
+def _not_finite(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    return [pair for pair in pairs if not torch.isfinite(pair[0]).all()]
 
 
 def _first_bad_activation(trainer: Trainer, batches: list[Batch]) -> tuple[int, int, str] | None:

@@ -21,7 +21,9 @@ def train(config: Config) -> int:
     """
     quiet()
     enable_cpu()
+    from offload.errors import OffloadError
     from parallel.groups import RankMismatchError, destroy
+    from parallel.moonep.transport import TransportError
     from parallel.topology import LayoutError
 
     from .diagnose import NonFiniteError
@@ -29,7 +31,7 @@ def train(config: Config) -> int:
 
     try:
         Session(config).run()
-    except (LayoutError, RankMismatchError) as error:
+    except (LayoutError, RankMismatchError, TransportError) as error:
         raise UserError(str(error)) from error
     except UserError:
         raise
@@ -37,6 +39,11 @@ def train(config: Config) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"k3train: {error}", file=sys.stderr)
         return 1
+    except OffloadError as error:
+        # A rank of many: the others wait for it in a collective, and end with it.
+        print(f"k3train: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("k3train: interrupted; nothing was saved since the last checkpoint", file=sys.stderr)

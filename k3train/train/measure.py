@@ -52,7 +52,18 @@ def _balance_metrics(result: StepResult) -> dict[str, float]:
         metrics[f"moe/expert_load_max_over_mean/{name}"] = layer.load_max_over_mean
         metrics[f"moe/unbiased_load_max_over_mean/{name}"] = layer.unbiased_load_max_over_mean
         metrics[f"moe/bias_range/{name}"] = layer.bias_range
-    return metrics
+    return metrics | _moonep_metrics([layer.moonep for layer in result.balance.values() if layer.moonep])
+
+
+def _moonep_metrics(layers: list[dict[str, float]]) -> dict[str, float]:
+    """Over all layers: the worst of what is called worst or max, the mean of the rest."""
+    if not layers:
+        return {}
+    found = {name: [layer[name] for layer in layers] for name in layers[0]}
+    return {
+        f"moonep/{name}": max(values) if name.endswith(("_worst", "_max")) else sum(values) / len(values)
+        for name, values in found.items()
+    }
 
 
 def peak_memory(device: torch.device) -> int:

@@ -15,6 +15,8 @@ from parallel.pipeline.clock import StepClock
 from parallel.pipeline.runtime import TableExecutor
 from parallel.pipeline.table import Table
 from parallel.pipeline.wires import Wires, open_wires
+from parallel.zero2 import SLOTS
+from parallel.zero2.rotator import Rotator
 
 from ..config import Config
 from ..schedule import Bundles, layer_cuts, pipeline_table, row_plan, stage_costs, vision_table
@@ -28,8 +30,11 @@ KEPT = 64
 class Pipeline:
     """One rank's executors, one for each kind of step that it has met."""
 
-    def __init__(self, config: Config, groups: Groups, tower: Tower | None = None) -> None:
-        self.config, self.groups, self.tower = config, groups, tower
+    def __init__(
+        self, config: Config, groups: Groups, tower: Tower | None = None, rotator: Rotator | None = None
+    ) -> None:
+        """`rotator`: of the chunks' gradient buffers under ZeRO-2."""
+        self.config, self.groups, self.tower, self.rotator = config, groups, tower, rotator
         self.clock: StepClock | None = None
         """Set for a step that is to be measured."""
         self.executors: dict[Any, TableExecutor] = {}
@@ -91,7 +96,7 @@ class Pipeline:
         if self.tower is not None:
             costs = stage_costs(self.config, topology, layer_cuts(self.config, topology))
             table, _, bundles = vision_table(self.config, table, costs, grids, topology)
-        return with_reductions(table), bundles
+        return with_reductions(table, bursts=self.rotator is not None), bundles
 
     def _executor(self, batches: list[Any], forward_only: bool) -> TableExecutor:
         grids = tuple(tuple(batch.get("grids", ())) for batch in batches)
@@ -116,7 +121,8 @@ class Pipeline:
         topology = self.groups.topology
         rows = row_plan(self.config, topology, layer_cuts(self.config, topology))
         # That the program's posts end under any transport follows from its order: seen once, it is enough.
-        check(table, rows=rows, transport=not self.executors)
+        check(table, rows=rows, buffers=SLOTS if self.rotator else None, transport=not self.executors)
         if forward_only:
             table = without_backward(table)
-        return TableExecutor(table, rows, self.wires, self.groups.pg_collection.pp.rank())
+        rank = self.groups.pg_collection.pp.rank()
+        return TableExecutor(table, rows, self.wires, rank, gradients=self.rotator)

@@ -27,12 +27,14 @@ from ..log.progress import Progress
 from ..log.report import write_report
 from ..log.trace import Trace
 from ..log.tracker import Tracker
+from ..memory import gradient_warning
 from . import summary
 from .assemble import build_trainer, set_numerics, topology
 from .diagnose import explain_nonfinite
 from .inputs import Inputs
 from .measure import step_metrics
 from .record import Recorder
+from .routing import RoutingTrace
 from .signals import StopRequest
 from .step import Batch, StepResult, caption_accuracy, evaluate, train_step
 
@@ -87,6 +89,8 @@ class Session:
             self.stop.restore()
             return
         self._open_logs(resumed)
+        if warning := gradient_warning(self.config, self.groups.topology):
+            self._say(warning)
         try:
             self.progress = Progress(
                 self.config.run.steps,
@@ -112,7 +116,8 @@ class Session:
     def _resume(self) -> bool:
         if not self.config.run.resume:
             return False
-        extra = self.checkpoints.load(self.trainer.modules, self.trainer.optimizer)
+        with self.trainer.at_hand():
+            extra = self.checkpoints.load(self.trainer.modules, self.trainer.optimizer)
         if extra is None:
             return False
         self.step = self.saved_step = extra["step"]
@@ -148,6 +153,13 @@ class Session:
             last=self.config.run.steps,
             steps=self.config.log.trace_steps,
         )
+        self.routing = RoutingTrace(
+            self.trainer.models,
+            self.groups,
+            self.run_dir,
+            first=self.step + 1,
+            steps=self.config.log.routing_steps,
+        )
 
     def _train(self, progress: Progress) -> None:
         clock = time.perf_counter()
@@ -157,7 +169,7 @@ class Session:
                 batches = self.inputs.next_step()
                 if self.trainer.tower is not None and self.step < self.config.run.steps:
                     self.trainer.pipeline.prepare(self.inputs.images_ahead())
-            with self.recorder.step(self.step):
+            with self.recorder.step(self.step), self.routing.step(self.step):
                 result = train_step(self.trainer, batches, self.step, self.trace.phase)
             seconds, clock = time.perf_counter() - clock, time.perf_counter()
             self.skipped_in_a_row = 0 if result.updated else self.skipped_in_a_row + 1
@@ -229,7 +241,7 @@ class Session:
     def _save(self) -> None:
         if self.saved_step == self.step:
             return
-        with self.trace.phase("checkpoint", self.step):
+        with self.trace.phase("checkpoint", self.step), self.trainer.at_hand():
             extra = {"step": self.step, "skipped": self.skipped}
             self.checkpoints.save(self.step, self.trainer.modules, self.trainer.optimizer, extra)
         self.saved_step = self.step

@@ -25,6 +25,8 @@ from parallel.groups import Groups
 from ..config import Config
 from ..model.decoder import LanguageModelChunk
 from ..optim.clip import clip_gradients, gradient_norm
+from ..optim.qk_clip import QKClip
+from ..optim.stream import StreamedUpdate
 from .balance import Balance, balance_experts
 from .pipeline import Pipeline
 from .tower import Tower
@@ -52,11 +54,19 @@ class Trainer:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     pipeline: Pipeline
+    qk_clip: QKClip | None = None
+    stream: StreamedUpdate | None = None
+    """Updates parameters where gradients or optimizer states are not all on the device."""
 
     @property
     def modules(self) -> list[DistributedDataParallel]:
         """Everything that has parameters: the chunks, then the tower."""
         return [*self.chunks, *([self.tower.model] if self.tower else [])]
+
+    def at_hand(self) -> AbstractContextManager[None]:
+        """While it lasts, optimizer states are in memory for a checkpoint to read or replace."""
+        states = self.stream.states if self.stream else None
+        return states.at_hand() if states else nullcontext()
 
     @property
     def models(self) -> list[LanguageModelChunk]:
@@ -110,18 +120,24 @@ def train_step(trainer: Trainer, batches: list[Batch], step: int, phase: Phase =
         module.train()
         module.zero_grad_buffer()
     optimizer.zero_grad()
+    if trainer.qk_clip is not None:
+        trainer.qk_clip.reset()
     with phase("forward_backward", step):
         losses = run_batches(trainer, batches)
     with phase("optimizer", step):
         optimizer.prepare_grads()
-        sharded = config.parallel.zero == 1
-        norm = gradient_norm(optimizer, groups.pg_collection, groups.device, sharded=sharded)
+        stream, sharded = trainer.stream, config.parallel.zero != 0
+        if stream is not None:
+            stream.prepare()
+        norm = gradient_norm(optimizer, groups.pg_collection, groups.device, sharded=sharded, stream=stream)
         finite = all(math.isfinite(value) for value in (losses.loss_sum, losses.mtp_sum, norm))
         trainer.scheduler.num_steps = step
         trainer.scheduler.step(0)
         if finite:
-            clip_gradients(optimizer, norm, config.optim.clip_norm)
-            optimizer.step_with_ready_grads()
+            clip_gradients(optimizer, norm, config.optim.clip_norm, stream)
+            if trainer.qk_clip is not None:
+                trainer.qk_clip.prepare(optimizer)
+            (stream.step if stream is not None else optimizer.step_with_ready_grads)()
     with phase("balance", step):
         balance = balance_experts(trainer.models, groups.pg_collection, update=finite)
     return StepResult(losses, norm, _learning_rate(trainer), finite, balance)

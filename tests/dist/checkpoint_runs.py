@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from k3train.checkpoint.manager import CheckpointManager
+from k3train.checkpoint.weights import load_weights
 from k3train.config import Config, fixed_keys
 from k3train.errors import UserError
 from k3train.model.naming import named_parameters
@@ -26,7 +27,9 @@ from parallel import groups
 VOCAB, SEQUENCE, MICROBATCHES = 64, 32, 2
 
 
-def small_config(layout: dict[str, Any], optimizer: str = "adamw", dtype: str = "float32") -> Config:
+def small_config(
+    layout: dict[str, Any], optimizer: str = "adamw", dtype: str = "float32", policy: str | None = None
+) -> Config:
     """Hidden 64, five layers (KDA, KDA, MLA, KDA, MLA), four experts, sequences of 32."""
     config = Config()
     config.run.steps = 12
@@ -39,9 +42,14 @@ def small_config(layout: dict[str, Any], optimizer: str = "adamw", dtype: str = 
     model.dense_ffn_size, model.attn_res_block_size, model.dtype = 96, 2, dtype
     data.sequence_length, data.micro_batch_size = SEQUENCE, 1
     config.optim.name = optimizer
+    # Low enough for QK-Clip to act on this model.
+    config.optim.qk_clip = 1e-4 if optimizer == "muon_per_head" else None
     parallel.data, parallel.zero = 1, 0 if optimizer == "muon" else 1
+    if policy is not None:
+        parallel.expert.dispatcher, parallel.expert.policy = "moonep", policy
+        parallel.expert.eplb_every, parallel.expert.eplb_copies = 2, 1
     for name, value in layout.items():
-        setattr(parallel, name, value)
+        setattr(*((parallel.expert, "size") if name == "expert" else (parallel, name)), value)
     return config
 
 
@@ -148,6 +156,26 @@ def straight_and_resumed(root: str, asynchronous: bool, config: dict[str, Any]) 
 def _three_steps(trainer: Trainer) -> dict[str, Any]:
     drawn = torch.rand(3).tolist()
     return {"drawn": drawn, "losses": train(trainer, range(4, 7)), "tensors": fingerprint(trainer)}
+
+
+def trained_weights(root: str, config: dict[str, Any]) -> dict[str, str]:
+    """Digests of this rank's weights after two steps, which are saved."""
+    trainer = start(small_config(**config))
+    train(trainer, range(1, 3))
+    manager(trainer, root, []).save(2, trainer.modules, trainer.optimizer, {"step": 2})
+    return _named_weights(trainer)
+
+
+def loaded_weights(root: str, config: dict[str, Any]) -> dict[str, str]:
+    """Digests of this rank's weights as another layout takes them from a checkpoint."""
+    trainer = start(small_config(**config))
+    (model,) = trainer.models
+    assert load_weights(Path(root), model) == 2
+    return _named_weights(trainer)
+
+
+def _named_weights(trainer: Trainer) -> dict[str, str]:
+    return {name: _digest(p) for model in trainer.models for name, p in named_parameters(model)}
 
 
 def damaged(root: str) -> dict[str, list[str]]:

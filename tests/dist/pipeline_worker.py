@@ -1,4 +1,4 @@
-"""One rank of a toy model in FP64 whose stages read a growing bank, run through a table or by megatron-core."""
+"""One rank of a toy model in FP64 whose stages read a growing bank, run by a table or megatron-core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model reads digits, and from the picture alone: a few steps, then the same pictures in another order."""
+"""The model reads digits, from the picture alone: a few steps, then the same pictures in another order."""
 
 from __future__ import annotations
 

@@ -20,10 +20,32 @@ LAYOUTS: dict[str, tuple[int, bool, dict[str, Any]]] = {
     "one process": (1, False, {"layout": {}}),
     "pipeline 2 x virtual 2": (2, False, {"layout": {"pipeline": 2, "virtual": 2}}),
     "expert 2 x data 2, asynchronous": (2, True, {"layout": {"expert": 2, "data": 2}}),
+    "balanced experts, asynchronous": (2, True, {"layout": {"expert": 2, "data": 2}, "policy": "fill"}),
+    "experts copied by past loads": (2, False, {"layout": {"expert": 2, "data": 2}, "policy": "eplb"}),
     "muon, asynchronous": (1, True, {"layout": {}, "optimizer": "muon"}),
     "bfloat16, not sharded": (1, False, {"layout": {"zero": 0}, "dtype": "bfloat16"}),
     "bfloat16, muon": (1, False, {"layout": {}, "optimizer": "muon", "dtype": "bfloat16"}),
     "bfloat16, sharded": (1, False, {"layout": {}, "dtype": "bfloat16"}),
+    "per-head muon, not sharded": (1, False, {"layout": {"zero": 0}, "optimizer": "muon_per_head"}),
+    "per-head muon, sharded, expert 2 x data 2, asynchronous": (
+        2,
+        True,
+        {"layout": {"expert": 2, "data": 2}, "optimizer": "muon_per_head"},
+    ),
+    "bfloat16, per-head muon, sharded over 2, pipeline 2 x virtual 2": (
+        4,
+        False,
+        {
+            "layout": {"pipeline": 2, "virtual": 2, "data": 2},
+            "optimizer": "muon_per_head",
+            "dtype": "bfloat16",
+        },
+    ),
+    "bfloat16, per-head muon, not sharded": (
+        1,
+        True,
+        {"layout": {"zero": 0}, "optimizer": "muon_per_head", "dtype": "bfloat16"},
+    ),
 }
 
 
@@ -38,6 +60,26 @@ def test_resume_is_bitwise(name: str, tmp_path: Path) -> None:
         assert rest["losses"] == whole["losses"]
         assert rest["tensors"] == whole["tensors"]
         assert rest["own_counters"] == rest["counters"] > 0
+
+
+def test_experts_keep_their_numbers_in_every_layout(tmp_path: Path) -> None:
+    args: dict[str, Any] = {"root": str(tmp_path / "checkpoints")}
+    halves = run_workers(
+        "tests.dist.checkpoint_runs:trained_weights",
+        2,
+        {**args, "config": {"layout": {"expert": 2, "data": 2}}},
+    )
+    saved = halves[0] | halves[1]
+    own = [name for half in halves for name in half if ".experts." in name]
+    assert len(own) == len(set(own)) > 0 and len(halves[0]) == len(halves[1])
+    for ranks in (1, 4):
+        layout = {"expert": ranks, "data": ranks}
+        parts = run_workers(
+            "tests.dist.checkpoint_runs:loaded_weights", ranks, {**args, "config": {"layout": layout}}
+        )
+        for part in parts:
+            assert part.items() <= saved.items()
+        assert set().union(*parts) == saved.keys()
 
 
 def test_damage_is_found_and_the_checkpoint_before_is_used(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A table executed by real processes: against megatron-core's own schedules, and against no pipeline at all."""
+"""A table executed by real processes: against megatron-core's own schedules, and no pipeline at all."""
 
 from __future__ import annotations
 

@@ -20,13 +20,25 @@ Run = tuple[list[dict[str, Any]], dict[str, dict[str, list[Tensor]]]]
 
 UNEVEN = "parallel.layers_per_chunk=[1,3,1,1]"
 PP2_VPP2 = ["parallel.pipeline=2", "parallel.virtual=2", UNEVEN]
+MOONEP2 = ["parallel.expert.size=2", "run.microbatches=2", "parallel.expert.dispatcher=moonep"]
 BOUNDED = {
     "pp2_vpp2": (2, [*PP2_VPP2, "parallel.zero=0"]),
     # A layer's two reads of a bank row are added up before they meet the later layers' gradients.
     "recompute": (1, ["model.recompute=layer", "parallel.zero=0"]),
     "dp2": (2, ["parallel.data=2", "run.microbatches=2"]),
     "dp2_zero0": (2, ["parallel.data=2", "run.microbatches=2", "parallel.zero=0"]),
+    "dp2_vpp3_zero2": (
+        2,
+        ["parallel.data=2", "parallel.virtual=3", "run.microbatches=2", "parallel.zero=2"],
+    ),
     "ep2": (2, ["parallel.expert.size=2", "run.microbatches=2", "parallel.zero=0"]),
+    "moonep": (1, ["parallel.expert.dispatcher=moonep", "parallel.zero=0"]),
+    "moonep_ep2": (2, [*MOONEP2, "parallel.zero=0"]),
+    "moonep_ep2_eplb": (2, [*MOONEP2, "parallel.expert.policy=eplb", "parallel.expert.eplb_every=1"]),
+    "moonep_ep2_pp2_vpp2_recompute_waves": (
+        4,
+        [*MOONEP2, *PP2_VPP2, "parallel.zero=0", "model.recompute=layer", "parallel.expert.slots=1"],
+    ),
     "ep2_pp2": (4, ["parallel.expert.size=2", "parallel.pipeline=2", "run.microbatches=2"]),
 }
 LOSS_BOUND, GRADIENT_BOUND, WEIGHT_BOUND, MUON_BOUND = 2e-6, 1e-5, 5e-4, 1e-4
@@ -53,9 +65,11 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(1, [], tmp_path_factory.mktemp("parity") / "single")
 
 
-@pytest.fixture(scope="module")
-def single_muon(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run(1, ["optim=muon"], tmp_path_factory.mktemp("parity") / "single_muon")
+@pytest.fixture(scope="module", params=["muon", "muon_per_head"])
+def single_muon(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Run]:
+    """Override of the optimizer, and its run on one rank."""
+    override = f"optim={request.param}"
+    return override, run(1, [override], tmp_path_factory.mktemp("parity") / "single_muon")
 
 
 def assert_bitwise(run: Run, single: Run) -> None:
@@ -70,13 +84,14 @@ def test_a_pipeline_changes_no_bit(single: Run, tmp_path: Path) -> None:
     assert_bitwise(run(2, ["parallel.pipeline=2"], tmp_path / "run"), single)
 
 
-def test_muon_under_a_pipeline_changes_no_bit(single_muon: Run, tmp_path: Path) -> None:
-    ran = run(2, ["optim=muon", "parallel.pipeline=2"], tmp_path / "run")
+def test_muon_under_a_pipeline_changes_no_bit(single_muon: tuple[str, Run], tmp_path: Path) -> None:
+    override, single = single_muon
+    ran = run(2, [override, "parallel.pipeline=2"], tmp_path / "run")
     if not torch.cuda.is_available():
-        assert_bitwise(ran, single_muon)
+        assert_bitwise(ran, single)
         return
     # On a GPU cuBLAS may take another kernel for the same Newton-Schulz product.
-    losses = [[report["loss"] for report in reports] for reports, _ in (ran, single_muon)]
+    losses = [[report["loss"] for report in reports] for reports, _ in (ran, single)]
     assert losses[0] == pytest.approx(losses[1], rel=MUON_BOUND)
 
 
@@ -155,12 +170,16 @@ def assert_close(reports: Any, tensors: Any, single: Run, kinds: tuple[str, ...]
                 assert relative(copy, expected_tensor) <= bound, (kind, name)
 
 
-def test_muon_over_data_ranks_stays_within_bound(single_muon: Run, tmp_path: Path) -> None:
-    overrides = ["optim=muon", "parallel.data=2", "run.microbatches=2"]
-    reports, _ = run(2, overrides, tmp_path / "run")
+@pytest.mark.parametrize("layout", [["parallel.data=2"], ["parallel.expert.size=2"]], ids=["dp2", "ep2"])
+def test_muon_over_data_ranks_stays_within_bound(
+    layout: list[str], single_muon: tuple[str, Run], tmp_path: Path
+) -> None:
+    """With whole states under muon; in shards under muon_per_head."""
+    override, (expected, _) = single_muon
+    reports, _ = run(2, [override, *layout, "run.microbatches=2"], tmp_path / "run")
     losses = [report["loss"] for report in reports]
     # Newton-Schulz amplifies the last bits of a gradient.
-    assert losses == pytest.approx([report["loss"] for report in single_muon[0]], rel=MUON_BOUND)
+    assert losses == pytest.approx([report["loss"] for report in expected], rel=MUON_BOUND)
 
 
 def test_the_steps_train(single: Run) -> None:

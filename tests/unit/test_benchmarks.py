@@ -44,6 +44,19 @@ def test_train_step_measures_both_systems_on_the_same_tokens(tmp_path: Path) -> 
     assert 0 < 1e3 * phases <= ours["slowest"]
 
 
+def test_muon_takes_its_share_of_a_step(tmp_path: Path) -> None:
+    figures = quick("muon", tmp_path / "figures.json", "--repeats", "1")
+    whole, rest = figures["forward_backward_seconds"], {row["optimizer"]: row for row in figures["rows"]}
+    assert rest.keys() == figures["share_of_step"].keys() == {"adamw", "muon", "muon_per_head"}
+    for name, share in figures["share_of_step"].items():
+        seconds = rest[name]["ms"] / 1e3
+        assert share == pytest.approx(seconds / (seconds + whole))
+    # Heads are blocks of their own, and cheaper.
+    assert rest["muon"]["blocks"] < rest["muon_per_head"]["blocks"]
+    assert rest["muon_per_head"]["TFLOP"] < rest["muon"]["TFLOP"]
+    assert len({row["parameters M"] for row in figures["rows"]}) == 1
+
+
 def test_operators_are_held_to_their_references(tmp_path: Path) -> None:
     rows = quick("operators", tmp_path / "figures.json")["rows"]
     assert {entry["operator"] for entry in rows} == {"kda", "attn_res", "short_conv", "situ", "attention"}
@@ -106,3 +119,14 @@ def test_help_explains_the_workload(script: str) -> None:
     )  # fmt: skip
     assert "Workload: " in done.stdout
     assert "--json FILE" in done.stdout
+
+
+def test_zero2_counts_its_gradients_and_its_disk(tmp_path: Path) -> None:
+    figures = quick("zero2", tmp_path / "figures.json", "--folder", str(tmp_path))
+    stock, sharded = figures["rows"]
+    assert (stock["kind"], sharded["kind"]) == ("ZeRO-1", "ZeRO-2")
+    assert stock["gradients"] == stock["formula"] == figures["zero1_bytes"]
+    assert 0 <= figures["peak_gradient_bytes"] - figures["formula_bytes"] <= 4 * 4, "one NaN for each chunk"
+    assert sharded["loss"] == pytest.approx(stock["loss"], rel=1e-6)
+    assert figures["step_ratio_vs_zero1"] == sharded["ratio"] > 0
+    assert figures["store_over_disk"] == pytest.approx(figures["store_gbps"] / figures["disk_gbps"])

@@ -50,7 +50,7 @@ def test_recipes_take_other_groups(recipe: str, override: str) -> None:
     chosen = getattr(compose([f"recipe={recipe}", override]), group)
     for key, value in yaml.safe_load((CONF / group / f"{option}.yaml").read_text()).items():
         nested = isinstance(value, dict)
-        for name, leaf in (value.items() if nested else [(key, value)]):
+        for name, leaf in value.items() if nested else [(key, value)]:
             assert getattr(getattr(chosen, key) if nested else chosen, name) == leaf
 
 

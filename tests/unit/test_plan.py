@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from k3train import memory, shapes, vision_shapes
+from k3train import memory, schedule, shapes, vision_shapes
 from k3train.config import (
     ClusterConfig,
     Config,
@@ -27,7 +27,8 @@ from k3train.plan import layout_of, plan, recomputes_vision, render
 from k3train.schedule import simulation
 from k3train.vision_config import VisionConfig
 from launch.compose import ready, world_size
-from parallel.pipeline.table import BACKWARD, FORWARD, VISION_BACKWARD, VISION_FORWARD
+from parallel.pipeline.table import BACKWARD, FORWARD, VISION_BACKWARD, VISION_FORWARD, Table
+from parallel.pipeline.vision_fill import fill
 from parallel.topology import LayoutError
 
 ROW = 256 * 256 * 4  # FP32 row of the tiny model: 256 tokens of width 256
@@ -102,6 +103,31 @@ def test_muon_keeps_one_moment_of_matrices() -> None:
     assert held["gradients"] * 2 - held["optimizer_states"] == 4 * by_muon
 
 
+def test_per_head_muon_keeps_one_moment_of_what_it_cuts() -> None:
+    config = make_config(zero=0)
+    config.optim = OptimConfig(name="muon_per_head")
+    planned = plan(config, 1)
+    [held] = planned["memory_bytes"]
+    table = planned["optimizer"]["groups"]
+    by_muon = sum(group["numel"] for group in table if group["rule"] == "muon")
+    assert held["gradients"] * 2 - held["optimizer_states"] == 4 * by_muon > 0
+    assert planned["optimizer"]["newton_schulz_flops"] == sum(group["flops"] for group in table)
+    output = io.StringIO()
+    Console(file=output, width=100).print(render(planned))
+    shown = output.getvalue()
+    assert "Groups of the optimizer" in shown and "heads, K and V" in shown
+    assert plan(make_config(), 1)["optimizer"] == {"name": "adamw", "groups": []}
+
+
+def test_per_head_muon_sends_less_than_its_buffers_over_more_ranks() -> None:
+    config = make_config(data=4)
+    config.optim = OptimConfig(name="muon_per_head")
+    sent = plan(config, 4)["traffic_bytes"]
+    assert 0 < sent["muon_return"] < sent["muon_gather"] < sent["gradient_reduce_scatter"] / 4
+    config.parallel.zero = 0
+    assert "muon_gather" not in plan(config, 4)["traffic_bytes"]
+
+
 def test_stages_add_up_to_the_model() -> None:
     whole = plan(make_config(), 1)["memory_bytes"]
     cut = plan(make_config(pipeline=2, virtual=2), 2)["memory_bytes"]
@@ -128,7 +154,7 @@ def test_recomputed_layers_keep_one_row_each() -> None:
     [held] = plan(make_config(model), 1)["memory_bytes"]
     assert held["attn_res_bank"] == ROW
     assert held["activations"] == (9 + 2) * ROW
-    layers = [256 * memory.layer_bytes(model, kind) for kind in shapes.layer_kinds(model)]
+    layers = [256 * memory.layer_bytes(make_config(model), kind) for kind in shapes.layer_kinds(model)]
     assert held["workspace"] == max(layers)
     kept = plan(make_config(replace(model, recompute="none")), 1)["memory_bytes"][0]
     assert kept["activations"] == 2 * ROW + sum(layers)
@@ -432,6 +458,27 @@ def test_the_tower_is_recomputed_where_memory_is_short() -> None:
     config.cluster.memory_gib = enough * 0.999
     assert recomputes_vision(config, 2)
     assert config.vision.recompute is None, "the caller's own is left as it is"
+
+
+def test_one_fill_says_whether_there_is_room_and_gives_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = with_images(pipeline=2, virtual=2, microbatches=8)
+    config.data.image_share, config.data.max_patches = 0.9, 1024
+    config.vision.recompute = False
+    whole = max(plan(config, 2)["memory_bytes"], key=lambda held: sum(held.values()))
+    caps: list[float | None] = []
+
+    def counted(*args: Any, cap: float | None, **others: Any) -> Table:
+        caps.append(cap)
+        return fill(*args, cap=cap, **others)
+
+    monkeypatch.setattr(schedule, "fill", counted)
+    for number, share in enumerate((0.75, 0.5), 1):
+        bytes_left = sum(whole.values()) - (1 - share) * whole["vision_activations"]
+        config.cluster.memory_gib = bytes_left / 0.9 / 2**30
+        assert not recomputes_vision(config, 2)
+        plan(config, 2)
+        assert len(caps) == number
+    assert caps[0] is not None and caps[1] is not None and caps[0] > caps[1]
 
 
 def test_bubbles_are_filled_within_memory() -> None:

@@ -2,8 +2,17 @@ from dataclasses import replace
 
 import pytest
 
-from k3train.config import ClusterConfig, Config, DataConfig, ModelConfig, ParallelConfig, RunConfig
+from k3train.config import (
+    ClusterConfig,
+    Config,
+    DataConfig,
+    ExpertConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+)
 from k3train.errors import UserError
+from k3train.expert_plan import layer_traffic
 from k3train.flops import layer_flops, output_flops, train_flops_per_token
 from k3train.image_load import ImageLoad
 from k3train.schedule import (
@@ -17,6 +26,7 @@ from k3train.schedule import (
     stage_flops,
     vision_table,
 )
+from k3train.traffic import moe_layers
 from k3train.vision_config import VisionConfig
 from k3train.vision_shapes import image_cost
 from parallel.pipeline.rows import cached_rows, naive_rows, published_rows
@@ -91,6 +101,22 @@ def test_costs_are_the_time_of_the_flops() -> None:
     assert sum(cut.forward) == pytest.approx(costs.forward[0])
     # The widest message has rows 0 and 1 (into stage 1) and the running sum.
     assert cut.hop == pytest.approx(3 * 256 * 256 * 4 / (config.cluster.link_gbps * 1e9))
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "moonep"])
+def test_every_byte_of_the_expert_exchanges_takes_its_time(dispatcher: str, recompute: str) -> None:
+    model = replace(MODEL, recompute=recompute)
+    config, _ = make(1, 1, model=model, expert=ExpertConfig(size=4, dispatcher=dispatcher), data=4)
+    config.cluster = replace(config.cluster, ranks_per_node=4, gpus_per_node=4)
+    alone, spread = (stage_costs(config, Topology(expert=size, data=4), [range(24)]) for size in (1, 4))
+    sent = sum(layer_traffic(config, Topology(expert=4, data=4), 256).values())
+    seconds = moe_layers(model, range(24)) * sent / (config.cluster.link_gbps * 1e9)
+    added = spread.forward[0] + spread.backward[0] - alone.forward[0] - alone.backward[0]
+    assert added == pytest.approx(seconds)
+    again = recompute == "layer"
+    if dispatcher == "alltoall":
+        assert spread.backward[0] - alone.backward[0] == pytest.approx(seconds * (1 + again) / (2 + again))
 
 
 def test_the_weights_part_leaves_the_cores_of_attention_out() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from k3train import compatibility
-from k3train.config import Config, flatten
+from k3train.config import Config, ParallelConfig, fixed_keys, flatten
 from k3train.config_file import to_yaml
 from k3train.data.indexed import write_index
 from k3train.data.prepare import PreparedInfo
@@ -21,6 +21,7 @@ from launch import reference
 from launch.compose import compose, ready, resolve_layout, world_size
 
 SINGLE = ["recipe=tiny", "parallel=single", "optim=adamw"]
+MOONEP = ["parallel.expert.size=2", "parallel.expert.dispatcher=moonep"]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,6 @@ SINGLE = ["recipe=tiny", "parallel=single", "optim=adamw"]
         (["model.num_dense_layers=10"], ["model.num_dense_layers=10", "at most model.num_layers=9"]),
         (["model.vocab_size=256"], ["model.vocab_size=256", "at least 259"]),
         (["data.sequence_length=1"], ["data.sequence_length=1", "at least 2"]),
-        (["parallel=single", "parallel.virtual=2"], ["parallel.virtual=2", "parallel.pipeline above 1"]),
         (["parallel.virtual=5"], ["parallel.pipeline=2", "2 x 5 chunks", "model.num_layers=9"]),
         (["parallel.layers_per_chunk=[5,4]"], ["parallel.layers_per_chunk=[5,4]", "has 2 chunks", "needs 4"]),
         (["parallel.layers_per_chunk=[9,0,0,0]"], ["[9,0,0,0]", "at least one layer"]),
@@ -64,9 +64,40 @@ SINGLE = ["recipe=tiny", "parallel=single", "optim=adamw"]
             [*SINGLE, "parallel.expert.size=2", "model.num_experts=0"],
             ["parallel.expert.size=2", "no experts to spread"],
         ),
+        (
+            [*SINGLE, *MOONEP, "parallel.expert.slots=17"],
+            ["parallel.expert.slots=17", "at most 16, the experts that live on a rank"],
+        ),
+        (
+            [*SINGLE, *MOONEP, "parallel.expert.transport=peer", "run.device=cpu"],
+            ["parallel.expert.transport=peer", "run.device=cpu", "use auto or collective"],
+        ),
+        (
+            [*SINGLE, "parallel.expert.dispatcher=moonep", "parallel.expert.transport=peer"],
+            ["parallel.expert.transport=peer", "parallel.expert.size=1", "use auto or collective"],
+        ),
         (["parallel.context=2"], ["parallel.context=2", "not available in this version"]),
-        (["parallel.zero=2"], ["parallel.zero=2", "not available in this version"]),
+        (
+            ["optim=adamw", "parallel.zero=1", "offload.gradients=host"],
+            ["offload.gradients=host", "parallel.zero=1", "use parallel.zero=2"],
+        ),
+        (["optim=adamw", "parallel.zero=0", "offload.gradients=host"], ["needs parallel.zero=2; it is 0"]),
+        (
+            ["optim=adamw", "parallel.zero=0", "offload.optimizer=host"],
+            ["needs parallel.zero=1 or 2; it is 0"],
+        ),
+        (
+            ["optim=adamw", "parallel.zero=2", "offload.gradients=nvme"],
+            ["offload.gradients=nvme", "set offload.folder"],
+        ),
+        (["parallel=single", "parallel.microbatch_group=2"], ["only virtual stages have groups"]),
+        (
+            ["parallel.pipeline=3", "parallel.virtual=3", "parallel.microbatch_group=2"],
+            ["parallel.microbatch_group=2", "at least parallel.pipeline=3"],
+        ),
         (["parallel.zero=3"], ["parallel.zero=3", "valid are 0, 1, 2"]),
+        (["optim=muon", "optim.qk_clip=50"], ["optim.qk_clip=50", "optim.name=muon_per_head", "use 0"]),
+        (["optim=muon_per_head", "optim.qk_clip=-1"], ["optim.qk_clip=-1", "at least 0"]),
         (["optim=muon", "parallel.zero=1"], ["optim.name=muon", "parallel.zero=1", "use parallel.zero=0"]),
         (["data.train=[a]"], ["data.train=[a]", "data=indexed"]),
         (["data=indexed"], ["data.train=[]", "k3train data prepare"]),
@@ -104,7 +135,7 @@ def test_rules_name_keys_that_exist() -> None:
 def test_backend_names_are_those_of_the_operators() -> None:
     from k3train.ops import backends
 
-    for op in ("kda", "short_conv", "attn_res", "situ", "attention"):
+    for op in ("kda", "short_conv", "attn_res", "situ", "attention", "grouped"):
         names = tuple(name for operator, name, *_ in backends.report() if operator == op)
         assert CHOICES[f"model.backends.{op}"] == ("auto", *names)
 
@@ -192,6 +223,16 @@ def test_a_folder_of_another_run_is_refused_unless_it_starts_anew(tmp_path: Path
     assert ready([*base, "optim.lr=0.5", "run.resume=false"]).optim.lr == 0.5
 
 
+def test_a_run_of_moonep_may_go_on_with_other_means_but_not_another_dispatcher(tmp_path: Path) -> None:
+    base = ["recipe=tiny", "parallel=ep2", "parallel.expert.dispatcher=moonep", f"run.dir={tmp_path}"]
+    (tmp_path / "config.yaml").write_text(to_yaml(ready(base)))
+    changed = ready([*base, "parallel.expert.slots=1", "parallel.expert.transport=collective"])
+    assert changed.parallel.expert.slots == 1
+    for override in ("parallel.expert.dispatcher=alltoall", "parallel.expert.policy=none"):
+        with pytest.raises(UserError, match=f"{override}: the run in .* has (moonep|fill); keep that"):
+            ready([*base, override])
+
+
 @pytest.mark.parametrize("held", ["metrics.jsonl", "checkpoints"])
 def test_starting_anew_over_a_run_is_refused(held: str, tmp_path: Path) -> None:
     overrides = ["recipe=tiny", f"run.dir={tmp_path}", "run.resume=false"]
@@ -208,6 +249,7 @@ def test_layouts_that_work() -> None:
         (["parallel=single", "parallel.expert.size=4", "parallel.data=8"], 8),
         (["parallel.pipeline=3", "parallel.virtual=3", "run.microbatches=6", "eval.batches=6"], 3),
         (["parallel=pp2", "run.microbatches=3"], 2),
+        (["parallel=single", "parallel.virtual=3", "parallel.microbatch_group=2"], 1),
     ]:
         assert world_size(ready(["recipe=tiny", *overrides]), {}) == ranks
 
@@ -236,5 +278,15 @@ def test_docs_hold_the_table() -> None:
 
 
 def _defaults_beside(first: str, second: str) -> list[str]:
-    """ZeRO-1 follows AdamW when nothing is said; a pair without it is tested without it."""
-    return [] if {"ZeRO-1", "ZeRO-2"} & {first, second} else ["parallel.zero=0"]
+    """ZeRO-1 follows AdamW when nothing is said; a pair that does not need it is tested without it."""
+    if "gradients off device" in (first, second):
+        return ["parallel.zero=2"]
+    alone = {"ZeRO-1", "ZeRO-2", "states off device"} & {first, second}
+    return [] if alone else ["parallel.zero=0"]
+
+
+def test_a_run_may_go_on_with_rotating_buffers_and_without_them() -> None:
+    def fixed(zero: int) -> object:
+        return fixed_keys(Config(parallel=ParallelConfig(zero=zero)))["parallel.zero"]
+
+    assert [fixed(zero) for zero in (0, 1, 2)] == [0, 1, 1]

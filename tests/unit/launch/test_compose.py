@@ -56,9 +56,12 @@ def test_layout_is_derived(
     assert config.cluster.ranks_per_node in (None, 2), "the argument is left as it was"
 
 
-def test_zero_and_vocabulary_are_derived() -> None:
-    adamw, muon = (ready(["recipe=tiny", f"optim={name}"]) for name in ("adamw", "muon"))
-    assert (adamw.parallel.zero, muon.parallel.zero) == (1, 0)
+def test_zero_clip_and_vocabulary_are_derived() -> None:
+    names = ("adamw", "muon", "muon_per_head")
+    adamw, muon, per_head = (ready(["recipe=tiny", f"optim={name}"]) for name in names)
+    assert (adamw.parallel.zero, muon.parallel.zero, per_head.parallel.zero) == (1, 0, 1)
+    assert (adamw.optim.qk_clip, muon.optim.qk_clip, per_head.optim.qk_clip) == (0, 0, 100)
+    assert ready(["recipe=tiny", "optim=muon_per_head", "optim.qk_clip=0"]).optim.qk_clip == 0
     assert adamw.model.vocab_size == 320  # 256 bytes and 3 special ids, up to a multiple of 64
     assert ready(["recipe=tiny", "model.vocab_multiple=100"]).model.vocab_size == 300
 
@@ -70,7 +73,7 @@ def test_zero_and_vocabulary_are_derived() -> None:
             "recipe=tinny",
             "recipe=tinny: no such recipe; valid are h200_slice, h200_small, k3_pretrain, tiny,",
         ),
-        ("optim=sgd", "optim=sgd: no such optim; valid are adamw, muon"),
+        ("optim=sgd", "optim=sgd: no such optim; valid are adamw, muon, muon_per_head"),
         ("run.stepz=3", "run.stepz=3: no such key; did you mean run.steps?"),
         ("hidden_size=3", "hidden_size=3: no such key; did you mean model.hidden_size?"),
         ("modell=tiny", "modell=tiny: no such key; did you mean model?"),

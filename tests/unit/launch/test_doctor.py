@@ -136,7 +136,10 @@ def test_json_holds_everything_and_the_exit_status_follows_it() -> None:
     assert [entry["name"] for entry in found["packages"]] == list(BY_NAME)
     assert found["machine"]["memory_bytes"] > found["machine"]["memory_free_bytes"] > 0
     usable = {entry["operator"] for entry in found["operators"] if entry["available"]}
-    assert usable == {"kda", "short_conv", "attn_res", "situ", "attention", "linear", "item_attention"}
+    assert usable == {
+        "kda", "short_conv", "attn_res", "situ", "attention", "linear", "item_attention", "grouped",
+        "moonep plan", "file engine",
+    }  # fmt: skip
 
 
 def test_text_appears_before_torch_and_says_why_not(

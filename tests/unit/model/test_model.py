@@ -24,6 +24,11 @@ def test_router_counts_each_training_token_once() -> None:
     assert answer == {"train": 32, "recompute": 32, "padded": 26, "load": 26 * 2, "eval": 0}
 
 
+def test_moonep_counts_training_alone_and_learns_nothing_of_a_skipped_step() -> None:
+    (answer,) = run_workers("tests.unit.model.workers:count_moonep", 1)
+    assert answer == {"eval": 0, "train": 1, "skipped": [0] * 5, "empty": 0, "updated": [1] * 5}
+
+
 def test_initial_decay_is_minus_five_times_one_minus_exp_of_minus_dt() -> None:
     uniform = torch.linspace(0, 1, 64, dtype=torch.float64)
     bias = inverse_softplus_bias(uniform)
@@ -44,7 +49,7 @@ def test_mtp_predicts_the_token_after_the_next_inside_a_document() -> None:
 
 
 def test_one_name_for_an_expert_in_every_layout() -> None:
-    local = global_name("layers.3.mlp.experts.local_experts.2.linear_fc1.weight", first_expert=8)
-    grouped = global_name("layers.3.mlp.experts.linear_fc1.weight2", first_expert=8)
+    local = global_name("layers.3.mlp.experts.local_experts.2.linear_fc1.weight", experts=[1, 3, 10])
+    grouped = global_name("layers.3.mlp.experts.linear_fc1.weight2", experts=[1, 3, 10])
     assert local == grouped == "layers.3.mlp.experts.10.linear_fc1.weight"
-    assert global_name("layers.3.mlp.router.weight", 8) == "layers.3.mlp.router.weight"
+    assert global_name("layers.3.mlp.router.weight", [8]) == "layers.3.mlp.router.weight"

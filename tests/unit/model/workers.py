@@ -12,14 +12,14 @@ from tests.parity.worker import SMALL
 from tests.unit.model import plain
 
 
-def build() -> tuple[Any, Any]:
+def build(*overrides: str) -> tuple[Any, Any]:
     """(configuration, bare chunk) of the small model, its queries and biases away from zero."""
     from k3train.train.assemble import build_trainer, topology
     from parallel.groups import initialize
 
     os.environ.pop("MASTER_PORT", None)
     os.environ.pop("MASTER_ADDR", None)
-    config = resolve_layout(compose([*SMALL, "model.mtp_layers=0"]), 1)
+    config = resolve_layout(compose([*SMALL, "model.mtp_layers=0", *overrides]), 1)
     groups = initialize(topology(config), timeout_minutes=1, seed=1)
     (model,) = build_trainer(config, groups).models
     generator = torch.Generator().manual_seed(7)
@@ -30,7 +30,8 @@ def build() -> tuple[Any, Any]:
             elif parameter.dim() == 2:
                 # Wider than at initialisation, so that every part moves the logits.
                 parameter.mul_(6)
-        for _, router in model.routers():
+        for _, moe in model.moe_layers():
+            router = moe.router
             router.expert_bias.copy_(0.05 * torch.randn(router.expert_bias.shape, generator=generator))
     return config, model
 
@@ -63,7 +64,7 @@ def count_router() -> dict[str, Any]:
     _, model = build()
     tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
     packing = Packing.from_tokens(tokens, 256)
-    _, router = model.routers()[0]
+    router = model.moe_layers()[0][1].router
 
     def counted(**options: Any) -> int:
         router.reset_counts()
@@ -81,4 +82,33 @@ def count_router() -> dict[str, Any]:
     answers["load"] = int(router.load.sum())
     model.eval()
     answers["eval"] = counted()
+    return answers
+
+
+def count_moonep() -> dict[str, Any]:
+    """Calls that MoonEP's numbers are of, and steps that its policy has seen."""
+    from k3train.ops.packing import Packing
+    from k3train.train.balance import balance_experts
+
+    _, model = build("parallel.expert.dispatcher=moonep", "parallel.expert.policy=eplb")
+    tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
+    layers = model.moe_layers()
+    dispatcher = layers[0][1].token_dispatcher
+
+    def run(training: bool) -> int:
+        model.train(training)
+        model(tokens, Packing.from_tokens(tokens, 256), labels=tokens, loss_mask=torch.ones(2, 16))
+        return int(dispatcher.moonep.stats.calls)
+
+    def balance(update: bool) -> list[int]:
+        reports = balance_experts([model], model.pg_collection, update=update)
+        assert all(report.moonep and report.rows_max_over_mean == 1 for report in reports.values())
+        assert len(reports) == len(layers)
+        return [int(layer.token_dispatcher.memory()["seen"]) for _, layer in layers]
+
+    answers: dict[str, Any] = {"eval": run(training=False), "train": run(training=True)}
+    answers["skipped"] = balance(update=False)
+    answers["empty"] = int(dispatcher.moonep.stats.calls)
+    run(training=True)
+    answers["updated"] = balance(update=True)
     return answers

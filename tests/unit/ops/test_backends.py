@@ -7,7 +7,7 @@ import torch
 from k3train.errors import UserError
 from k3train.ops import backends
 
-OPERATORS = {"kda", "short_conv", "attn_res", "situ", "attention", "item_attention", "linear"}
+OPERATORS = {"kda", "short_conv", "attn_res", "situ", "attention", "item_attention", "grouped", "linear"}
 
 
 def test_auto_runs_every_operator_on_cpu() -> None:
@@ -49,7 +49,7 @@ def test_a_dtype_the_kernel_lacks_is_refused() -> None:
 
 
 def test_importing_the_operators_loads_no_kernel_library() -> None:
-    modules = "kda, short_conv, attn_res, situ, attention, item_attention, quantile, backends"
+    modules = "kda, short_conv, attn_res, situ, attention, item_attention, grouped, quantile, backends"
     code = (
         f"import sys\nfrom k3train.ops import {modules}\n"
         "print([m for m in ('fla', 'transformer_engine') if m in sys.modules])\n"

@@ -1,0 +1,168 @@
+"""How tokens reach their experts and come back: megatron-core's all-to-all, or MoonEP; with K3's numerics.
+
+Experts are physical numbers (see `experts`). Shapes: t tokens, k experts of a token, E experts, l latent,
+s sequence, b batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import all_to_all
+from megatron.core.transformer.moe.moe_utils import unpermute
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor, nn
+
+from parallel.moonep.dispatcher import MoonEPDispatcher
+from parallel.moonep.layer import MoonEP, Routed
+from parallel.moonep.plan import FILL, NONE, Eplb, Policy
+
+from ..config import ExpertConfig
+from ..ops.backends import current_device
+from .experts import LatentExpertMath, RoutedExperts
+from .router import RoutingMemo
+from .transformer_config import K3TransformerConfig
+
+
+class LatentDispatcher(MoEAlltoAllTokenDispatcher):
+    """megatron-core's all-to-all, with the weights applied to expert outputs where the token lives.
+
+    K3 rounds each expert's output to the model's dtype, multiplies it by its FP32 weight after the down
+    projection, and sums in FP32. Weights therefore never travel.
+    """
+
+    tokens_per_expert: Tensor
+
+    def token_dispatch(self, rows: Tensor, permuted_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Exchange rows [t * k, l]; the second value stays where it is and only keeps the interface."""
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
+            "before_ep_alltoall", self.tokens_per_expert
+        )
+        received = all_to_all(self.ep_group, rows, self.output_splits, self.input_splits)
+        return received, received.new_ones(received.shape[0])
+
+    def combine_postprocess(self, rows: Tensor) -> Tensor:
+        """Weight and sum rows [t * k, l] into tokens [s, b, l], in FP32, then round once."""
+        combined = unpermute(
+            rows.float(),
+            self.reversed_local_input_permutation_mapping,
+            restore_shape=self.hidden_shape_before_permute,
+            probs=self.probs,
+            routing_map=self.routing_map,
+        )
+        return combined.to(rows.dtype).view(self.hidden_shape)
+
+    def plan(self, choice: Tensor, memo: RoutingMemo | None, *, counted: bool = True) -> Tensor:
+        """Nothing to plan: the choice itself."""
+        return choice
+
+    def mix[T](
+        self,
+        latent: Tensor,
+        choice: Tensor,
+        weights: Tensor,
+        experts: nn.Module,
+        meanwhile: Callable[[], T],
+    ) -> tuple[Tensor, T]:
+        """Send latent [s, b, l] to its experts and bring the weighted sums back.
+
+        Args:
+            choice: int64 [t, k].
+            weights: FP32 [t, k].
+            experts: of rows [n, l] sorted by expert, and of the rows of each expert.
+            meanwhile: work that waits for none of this; its value is handed through.
+        """
+        shape = choice.shape[0], self.config.num_moe_experts
+        probs = weights.new_zeros(shape).scatter(-1, choice, weights)
+        routing_map = torch.zeros(shape, dtype=torch.bool, device=choice.device).scatter(-1, choice, True)
+        rows, unused = self.dispatch_preprocess(latent, routing_map, probs)
+        rows, unused = self.token_dispatch(rows, unused)
+        rows, rows_per_expert, _ = self.dispatch_postprocess(rows, unused)
+        rows = self.combine_preprocess(experts(rows, rows_per_expert))
+        return self.combine_postprocess(self.token_combine(rows)), meanwhile()
+
+
+class BalancedDispatcher(MoonEPDispatcher):
+    """MoonEP: every rank computes equally many rows, of its own experts and of borrowed ones.
+
+    megatron-core's phases are there too; `mix` gives the same and keeps less for backward.
+    """
+
+    def __init__(self, config: K3TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        """Collective over the expert-parallel ranks."""
+        assert config.expert_transport is not None
+        experts, group = config.experts, pg_collection.ep
+        moonep = MoonEP(
+            group if group.size() > 1 else None,
+            config.k3.num_experts,
+            device=current_device(),
+            policy=_policy(experts),
+            slots=experts.slots,
+            transport=config.expert_transport(),
+            pad=config.expert_pad,
+            # Ranks of a group have micro-batches of one shape.
+            equal_tokens=True,
+        )
+        super().__init__(moonep, config, pg_collection)
+        self.math = LatentExpertMath(config)
+
+    def plan(self, choice: Tensor, memo: RoutingMemo | None, *, counted: bool = True) -> Routed:
+        """Start to plan; under recompute the second pass follows the first one's plan. choice [t, k].
+
+        `counted`: for the step's numbers, as training is and evaluation is not.
+        """
+        if memo is None:
+            return self.moonep.plan(choice, counted=counted)
+        if memo.plan is None:
+            memo.plan = self.moonep.plan(choice, counted=counted)
+        return memo.plan  # type: ignore[no-any-return]
+
+    def mix[T](
+        self,
+        latent: Tensor,
+        routed: Routed,
+        weights: Tensor,
+        experts: RoutedExperts,
+        meanwhile: Callable[[], T],
+    ) -> tuple[Tensor, T]:
+        """As `LatentDispatcher.mix`, with what `plan` gave; `meanwhile` hides the transfers.
+
+        It stays on the same stream: Transformer Engine's products share one workspace.
+        """
+        tokens = latent.flatten(0, 1)
+        first, second = experts.weights()
+        self.moonep.send(tokens, routed, first, second)
+        value = meanwhile()
+        mixed = self.moonep(tokens, weights, routed, self.math, first, second)
+        return mixed.view_as(latent), value
+
+    def memory(self) -> dict[str, Tensor]:
+        """What the policy has learned, for checkpoints; changed in place."""
+        policy, transport = self.moonep.planner.policy, self.moonep.transport
+        if not isinstance(policy, Eplb):
+            return {}
+        return policy.memory(transport.ranks, self.moonep.num_experts, current_device())
+
+    def observe(self, load: Tensor) -> None:
+        """Let a policy that learns see a step's entries of each physical expert, int64 [E]."""
+        policy = self.moonep.planner.policy
+        counts = load.new_zeros(self.moonep.transport.ranks, load.numel())
+        counts[0] = load
+        policy.observe(counts)
+
+
+def _policy(experts: ExpertConfig) -> Policy:
+    if experts.policy == "eplb":
+        return Eplb(every=experts.eplb_every, slots=experts.eplb_copies)
+    return FILL if experts.policy == "fill" else NONE
+
+
+def build_dispatcher(
+    config: K3TransformerConfig, places: Sequence[int], pg_collection: ProcessGroupCollection
+) -> LatentDispatcher | BalancedDispatcher:
+    """The dispatcher that the configuration asks for; `places` are the rank's physical experts."""
+    if config.experts.dispatcher == "moonep":
+        return BalancedDispatcher(config, pg_collection)
+    return LatentDispatcher(len(places), list(places), config=config, pg_collection=pg_collection)
