@@ -9,14 +9,13 @@ from __future__ import annotations
 from parallel.topology import Topology
 
 from .config import Config, ModelConfig
+from .shapes import BYTES, model_dtype
 
 REPLICAS = 1
 """Experts that a rank borrows for a layer, in the plan: what dealt experts need under usual loads."""
 
 PEER_STAGING = 256 << 20
 """Two lanes, for rows and experts, of `parallel.moonep.transport.peer`."""
-
-ELEMENT = {"float32": 4, "bfloat16": 2}
 
 
 def balanced(config: Config) -> bool:
@@ -26,7 +25,7 @@ def balanced(config: Config) -> bool:
 
 def expert_bytes(model: ModelConfig) -> int:
     """One routed expert's weights."""
-    return 3 * model.latent_size * model.expert_ffn_size * ELEMENT[model.dtype]
+    return 3 * model.latent_size * model.expert_ffn_size * BYTES[model_dtype(model)]
 
 
 def payload_rows(model: ModelConfig, ranks: int) -> float:
@@ -46,13 +45,13 @@ def dispatch_row_bytes(config: Config, topology: Topology) -> float:
     """What a token sends to other ranks on its way to its experts, in one layer."""
     model, ranks = config.model, topology.expert
     rows = payload_rows(model, ranks) if balanced(config) else entry_rows(model, ranks)
-    return rows * model.latent_size * ELEMENT[model.dtype]
+    return rows * model.latent_size * BYTES[model_dtype(model)]
 
 
 def combine_row_bytes(config: Config, topology: Topology) -> float:
     """What comes back for it from other ranks: under MoonEP an FP32 sum of each, if that is less."""
     model, ranks = config.model, topology.expert
-    entries = entry_rows(model, ranks) * model.latent_size * ELEMENT[model.dtype]
+    entries = entry_rows(model, ranks) * model.latent_size * BYTES[model_dtype(model)]
     return min(entries, payload_rows(model, ranks) * model.latent_size * 4) if balanced(config) else entries
 
 
@@ -141,7 +140,7 @@ def kept_bytes(config: Config) -> int:
     all-to-all: sorted and received rows, that product, the activation, and the outputs in FP32.
     """
     model = config.model
-    latent, width, element = model.latent_size, model.expert_ffn_size, ELEMENT[model.dtype]
+    latent, width, element = model.latent_size, model.expert_ffn_size, BYTES[model_dtype(model)]
     if balanced(config):
         return model.top_k * (2 * width * element + 4 + 40)
     return model.top_k * ((2 * latent + 3 * width) * element + 4 * latent)
@@ -153,4 +152,4 @@ def working_bytes(config: Config) -> int:
     if not balanced(config):
         return 0
     model = config.model
-    return model.top_k * (3 * model.latent_size + 4 * model.expert_ffn_size) * ELEMENT[model.dtype]
+    return model.top_k * (3 * model.latent_size + 4 * model.expert_ffn_size) * BYTES[model_dtype(model)]

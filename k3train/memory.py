@@ -187,7 +187,7 @@ def tokens_per_microbatch(config: Config) -> int:
 
 def element_bytes(model: ModelConfig) -> int:
     """Bytes of one activation element."""
-    return {"float32": 4, "bfloat16": 2}[model.dtype]
+    return BYTES[model_dtype(model)]
 
 
 def _states(config: Config, topology: Topology, entries: list[Parameter]) -> dict[str, int]:

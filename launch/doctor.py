@@ -41,8 +41,6 @@ class Package:
     below: str = ""
     required: bool = True
     needs_gpu: bool = False
-    unused: str = ""
-    """Why k3train does not use it even where it is installed."""
     install: str = ""
 
     def install_line(self) -> str:
@@ -96,8 +94,7 @@ PACKAGES = (
         "apex", "apex", "fused norms, scale and Adam", required=False, needs_gpu=True, install=APEX_INSTALL,
     ),
     Package(
-        "deepspeed", "deepspeed", "DeepNVMe, asynchronous files", required=False,
-        unused="no NVMe tier in this version",
+        "deepspeed", "deepspeed", "DeepNVMe, where built", required=False,
     ),
 )  # fmt: skip
 
@@ -140,14 +137,14 @@ def find(package: Package) -> Finding:
     """Look one package up without importing it."""
     version, reason = _version(package), ""
     if version is None:
-        reason = f"not installed, and {package.unused}" if package.unused else "not installed"
+        reason = "not installed"
     elif version == PLACEHOLDER:
         reason = "a placeholder without code, which pip takes on a Python older than 3.12"
     else:
-        reason = _unfit(package, version) or package.unused
+        reason = _unfit(package, version)
     if not reason and package.needs_gpu and not _has_nvidia_device():
         reason = NO_DEVICE
-    wanted = reason and not package.unused and reason != NO_DEVICE
+    wanted = reason and reason != NO_DEVICE
     install = package.install_line() if wanted else ""
     return Finding(package.name, version, not reason, reason, package.use, package.required, install)
 

@@ -11,22 +11,14 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 from torch.nn.utils import skip_init
 
+from ..ops.backends import current_device
 from ..vision_config import VisionConfig
 from .norm import RMSNorm
 
 
-def local_device() -> torch.device:
-    """Where parameters of this rank are built."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
-
-
 def plain_linear(inputs: int, outputs: int, dtype: torch.dtype) -> nn.Module:
     """A bias-free linear that every rank holds whole, left for `vision_init` to fill."""
-    return skip_init(nn.Linear, inputs, outputs, bias=False, dtype=dtype, device=local_device())
+    return skip_init(nn.Linear, inputs, outputs, bias=False, dtype=dtype, device=current_device())
 
 
 class Projector(nn.Module):

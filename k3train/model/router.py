@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.router import Router
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ..ops.backends import current_device
 from ..ops.quantile import bias_from_histogram, required_bias_histogram, route
 from .transformer_config import K3TransformerConfig
 
@@ -51,7 +52,7 @@ class QuantileRouter(Router):
         super().__init__(config=config, pg_collection=pg_collection)
         model = config.k3
         self.top_k = model.top_k
-        device = torch.cuda.current_device() if torch.cuda.is_available() else torch.device("cpu")
+        device = current_device()
         self.weight.data = self.weight.data.to(device)
 
         def count(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint
 
+from ..ops.backends import current_device
 from ..ops.item_attention import item_attention
 from ..ops.items import Items
 from ..ops.position_grid import position_grid
@@ -22,7 +23,7 @@ from ..ops.rotary_2d import RotaryTable, rotary_table, rotate
 from ..vision_config import VisionConfig
 from ..vision_shapes import Grid, attention_channels, check_grids, patch_values, tokens
 from .norm import RMSNorm
-from .projector import Projector, local_device, plain_linear
+from .projector import Projector, plain_linear
 
 
 class VisionModel(nn.Module):
@@ -99,7 +100,7 @@ class PositionGrid(nn.Module):
     def __init__(self, config: VisionConfig, dtype: torch.dtype) -> None:
         super().__init__()
         shape = (config.grid_size, config.grid_size, config.hidden_size)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=local_device()))
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=current_device()))
 
     def forward(self, items: Items) -> Tensor:
         """Positions of all patches: [L, d]."""

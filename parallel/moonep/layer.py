@@ -115,7 +115,7 @@ class MoonEP:
 
         Takes the same latent, plan and experts. Waits for the plan's sizes on the host.
         """
-        route = routed.route(_bytes(w1[0], w2[0]))
+        route = routed.route(w1[0].nbytes + w2[0].nbytes)
         routed._sent = send(route, self.transport, self.slots, latent.detach(), (w1, w2))
 
     def __call__(
@@ -138,7 +138,7 @@ class MoonEP:
         """
         sent, routed._sent = routed._sent, None
         call = Lean(
-            routed.route(_bytes(w1[0], w2[0])), self.transport, math, self.slots,
+            routed.route(w1[0].nbytes + w2[0].nbytes), self.transport, math, self.slots,
             self._sums(latent.dtype, weights.shape[1]), self.recompute_gate_up, sent,
         )  # fmt: skip
         return mix(latent, weights, call, w1, w2)
@@ -150,7 +150,3 @@ class MoonEP:
         ranks = self.transport.ranks
         payloads = ranks * (1 - (1 - 1 / ranks) ** top_k)
         return payloads * wide(dtype).itemsize <= top_k * dtype.itemsize
-
-
-def _bytes(*weights: Tensor) -> int:
-    return sum(weight.numel() * weight.element_size() for weight in weights)

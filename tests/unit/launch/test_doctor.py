@@ -115,10 +115,12 @@ def test_gpu_package_without_a_gpu_is_no_problem(site: Path, monkeypatch: pytest
     assert doctor.find(BY_NAME["flash-linear-attention"]).used
 
 
-def test_deepspeed_is_not_asked_for_before_there_is_an_nvme_tier(site: Path) -> None:
-    assert doctor.find(BY_NAME["deepspeed"]).install == ""
+def test_deepspeed_is_used_where_it_is_installed(site: Path) -> None:
+    missing = doctor.find(BY_NAME["deepspeed"])
+    assert (missing.reason, missing.install) == ("not installed", "pip install 'deepspeed'")
     installed(site, "deepspeed", "0.19.8", "deepspeed/__init__.py")
-    assert doctor.find(BY_NAME["deepspeed"]).reason == "no NVMe tier in this version"
+    assert doctor.find(BY_NAME["deepspeed"]).used
+    assert doctor.find_problems([missing]) == []
 
 
 def test_old_python_and_broken_torch_are_problems() -> None:
