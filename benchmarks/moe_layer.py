@@ -127,7 +127,6 @@ def measure(
         for workload, choice in choices.items()
         for mode in rank.layers
     ]
-    rank.close()
     return rows
 
 
@@ -278,12 +277,6 @@ class LayerRank:
             "plan ms": numbers.get("plan_ms"),
             "seconds": list(seconds),
         }
-
-    def close(self) -> None:
-        """Leave the process groups."""
-        from parallel.groups import destroy
-
-        destroy()
 
 
 def _first(pair: tuple[float, Any]) -> float:

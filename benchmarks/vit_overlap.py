@@ -55,7 +55,7 @@ CPU = (
 GPU = (
     "recipe=h200_small", "model.num_layers=4", "model.mtp_layers=0", "model.vocab_size=8192",
     "data.sequence_length=8192", "data.micro_batch_size=8", "run.deterministic=false",
-    "vision=moonvit_v2", "vision.depth=4", "vision.recompute=false",
+    "vision=moonvit_v2", "vision.depth=4", "offload.sites.vit.layer=keep",
 )  # fmt: skip
 RESAMPLES = 300
 SIDES = {"cpu": 8, "cuda": 64}
@@ -142,7 +142,6 @@ def measure(
         {"images": count, **sweep_point(rank, table, costs, [(1, side, side)] * count, rounds, most)}
         for count in images
     ]
-    rank.close()
     return rows
 
 

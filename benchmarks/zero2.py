@@ -66,7 +66,7 @@ def main() -> None:
             "overrides": [
                 *(GPU if cuda else CPU),
                 *(QUICK if options.quick else ()),
-                f"offload.folder={folder}",
+                f"offload.nvme_dir={folder}",
                 *options.overrides,
             ],
             "kinds": {name: KINDS[name] for name in dict.fromkeys(chosen)},
@@ -90,8 +90,6 @@ def main() -> None:
 
 def measure(overrides: list[str], kinds: dict[str, list[str]], rounds: int) -> list[dict[str, Any]]:
     """A row for each kind of step; on every rank."""
-    from parallel.groups import destroy
-
     lanes: dict[str, Lane] = {}
     for name, more in kinds.items():
         lanes[name] = Lane([*overrides, *more], next(iter(lanes.values()), None))
@@ -112,6 +110,8 @@ def measure(overrides: list[str], kinds: dict[str, list[str]], rounds: int) -> l
             "formula": lane.formula(),
             "allocator": lane.held - base.held + base.most if lane.held else None,
             "seconds": statistics.median(seconds[name]),
+            "fastest": min(seconds[name]),
+            "slowest": max(seconds[name]),
             "ratio": statistics.median(
                 own / other for own, other in zip(seconds[name], seconds["ZeRO-1"], strict=True)
             ),
@@ -119,7 +119,6 @@ def measure(overrides: list[str], kinds: dict[str, list[str]], rounds: int) -> l
         }
         for name, lane in lanes.items()
     ]
-    destroy()
     return rows
 
 
@@ -137,7 +136,7 @@ class Lane:
         from tests.dist.zero2_worker import Peak
 
         self.cuda = torch.cuda.is_available()
-        self.before = torch.cuda.memory_allocated() if self.cuda else 0
+        self.before = allocated() if self.cuda else 0
         config = resolve_layout(compose(overrides), int(os.environ["WORLD_SIZE"]))
         set_numerics(config)
         if first is None:
@@ -165,12 +164,11 @@ class Lane:
 
     def settle(self) -> None:
         """After the first step: read the counters, and count no more."""
-        import torch
 
         assert self.peak is not None
         self.most = self.peak.bytes
         self.peak.stop()
-        self.held = torch.cuda.memory_allocated() - self.before if self.cuda else 0
+        self.held = allocated() - self.before if self.cuda else 0
 
     def formula(self) -> int:
         """4 N / DP + 2 x 4 x the largest chunk where shards are on the device; ZeRO-1's 4 N."""
@@ -186,6 +184,15 @@ class Lane:
             return 4 * sum(sizes)
         shards = sum(4 * numel // ranks for chunk in chunks for numel, ranks in chunk)
         return 4 * SLOTS * max(sizes) + (shards if config.offload.gradients == "device" else 0)
+
+
+def allocated() -> int:
+    """Bytes in the GPU allocator's books without cuBLAS's workspaces, which the first lane makes for all."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
 
 
 def random_batches(config: Any, groups: Any, step: int) -> list[dict[str, Any]]:

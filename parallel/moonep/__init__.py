@@ -7,7 +7,8 @@ twin.
 
 from __future__ import annotations
 
+from .codec import EXACT, Codec
 from .experts import ExpertMath, Segments, activate_backward
 from .layer import MoonEP, Routed
 
-__all__ = ["ExpertMath", "MoonEP", "Routed", "Segments", "activate_backward"]
+__all__ = ["EXACT", "Codec", "ExpertMath", "MoonEP", "Routed", "Segments", "activate_backward"]

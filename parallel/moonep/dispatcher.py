@@ -124,7 +124,7 @@ class _Fetch(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         found: list[Tensor] = []
         for own, sent in zip(_halves(ctx.saved_tensors), _halves(gradients), strict=True):
-            home = HomeGradients(ctx.transport, own)
+            home = HomeGradients(ctx.transport, own, len(own))
             home.send(ctx.wanted, sent)
             found += home.result()
         return None, None, *found

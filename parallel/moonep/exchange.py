@@ -6,6 +6,7 @@ received, n rows of this rank including padding (see `route`); P experts at home
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -87,38 +88,44 @@ def fetch_experts(
 class HomeGradients:
     """Gradients of the P experts at home for one projection: own ones, and what replicas send home.
 
-    Contributions to an expert are added in FP32 (FP64), its own first, then by rank, wave after wave; rounded
-    once to the parameter's dtype. Sent in the parameter's dtype.
+    Contributions to an expert are added in FP32 (FP64), its own first where the slots hold all that is
+    borrowed, then by rank, wave after wave; rounded once to the parameter's dtype. Sent in that dtype.
     """
 
-    def __init__(self, transport: Transport, own: Sequence[Tensor]) -> None:
-        self.transport, self._own = transport, own
+    def __init__(self, transport: Transport, own: Sequence[Tensor], slots: int) -> None:
+        """`slots`: most gradients on their way from a rank; before more are sent, the oldest are added."""
+        self.transport, self.slots, self._own = transport, slots, own
         self._totals: list[Tensor | None] = [None] * len(own)
-        self._pending: Pending[list[list[Tensor]]] | None = None
+        self._pending: deque[tuple[int, Pending[list[list[Tensor]]]]] = deque()
 
-    def add_own(self, gradients: Sequence[Tensor | None]) -> None:
-        """Gradients of this rank's own rows; None for an expert without any."""
-        for place, gradient in enumerate(gradients):
+    def add_own(self, gradients: Sequence[Tensor | None], first: int = 0) -> None:
+        """Gradients of this rank's own rows, of the places from `first` on; None for one without any."""
+        for place, gradient in enumerate(gradients, start=first):
             self._add(place, gradient)
 
     def send(self, wanted: Wanted, gradients: Sequence[Tensor | None]) -> None:
-        """Send a wave's slot gradients home, collective; what the wave before sent is added first."""
-        self.settle()
+        """Send a wave's slot gradients home, collective."""
+        most = max(map(len, wanted))
+        if not most:
+            return
+        while self._pending and most + sum(count for count, _ in self._pending) > self.slots:
+            self._settle()
         like = self._own[0]
         filled = [torch.zeros_like(like) if g is None else g.to(like.dtype) for g in gradients]
-        self._pending = self.transport.return_gradients(wanted, filled, len(self._own), like)
+        coming = self.transport.return_gradients(wanted, filled, len(self._own), like)
+        self._pending.append((most, coming))
 
-    def settle(self) -> None:
-        """Add what a `send` before brought."""
-        if self._pending is not None:
-            arrived, self._pending = self._pending.wait(), None
-            for place, pieces in enumerate(arrived):
-                for piece in pieces:
-                    self._add(place, piece)
+    def _settle(self) -> None:
+        """Add what the oldest `send` brought."""
+        _, coming = self._pending.popleft()
+        for place, pieces in enumerate(coming.wait()):
+            for piece in pieces:
+                self._add(place, piece)
 
     def result(self) -> list[Tensor]:
         """[P] gradients, zeros for an expert that nobody used."""
-        self.settle()
+        while self._pending:
+            self._settle()
         pairs = zip(self._totals, self._own, strict=True)
         return [torch.zeros_like(own) if total is None else total.to(own.dtype) for total, own in pairs]
 

@@ -57,7 +57,11 @@ class ExpertMath(Protocol):
 
 
 def activate_backward(
-    activation: Callable[[Tensor], Tensor], gate_up: Tensor, grad: Tensor, weights: Tensor
+    activation: Callable[[Tensor], Tensor],
+    gate_up: Tensor,
+    grad: Tensor,
+    weights: Tensor,
+    seen: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward of weights * (W2 activation(gate_up)) up to W2^T, which the caller applied: grad = W2^T g.
 
@@ -69,6 +73,7 @@ def activate_backward(
         gate_up: [n, 2 f].
         grad: [n, f], not multiplied by the weights.
         weights: [n] FP32 (FP64), zero for padding.
+        seen: what the second projection sees of a, where it is not a; gradients pass it unchanged.
 
     Returns:
         the gradient of gate_up [n, 2 f], weights * a [n, f] (whose product with g is W2's gradient), both in
@@ -79,6 +84,7 @@ def activate_backward(
         leaf = gate_up.detach().requires_grad_()
         active = activation(leaf)
     (grad_gate_up,) = torch.autograd.grad(active, leaf, (grad.to(kind) * weights[:, None]).to(active.dtype))
-    active = active.detach().to(kind)
+    active = active.detach() if seen is None else seen(active.detach())
+    active = active.to(kind)
     grad_weights = (grad.to(kind) * active).sum(-1)
     return grad_gate_up, (active * weights[:, None]).to(gate_up.dtype), grad_weights

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .codec import EXACT, Codec
 from .experts import ExpertMath
 from .lean import Lean, Sent, mix, send
 from .plan import FILL, Policy
@@ -65,6 +66,7 @@ class MoonEP:
         equal_tokens: bool = False,
         combine: str = "auto",
         recompute_gate_up: bool = False,
+        codec: Codec = EXACT,
     ) -> None:
         """
         Args:
@@ -82,6 +84,7 @@ class MoonEP:
                 as one FP32 sum. Both round outputs to the model's dtype, weight and add them in FP32, and
                 round once; they differ in the order of addition. "auto" takes what moves fewer bytes.
             recompute_gate_up: do not keep the product before the activation for backward.
+            codec: what the products see of rows and weights, and how weights travel.
 
         Raises:
             ValueError: an argument is out of range, or the transport cannot run (TransportError).
@@ -96,7 +99,7 @@ class MoonEP:
             raise ValueError(f"parallel.expert.slots={slots}: use 1 to {self.places}, the experts of a rank")
         if combine not in ("auto", "sums", "entries"):
             raise ValueError(f"combine={combine}: use auto, sums or entries")
-        self.combine, self.recompute_gate_up = combine, recompute_gate_up
+        self.combine, self.recompute_gate_up, self.codec = combine, recompute_gate_up, codec
         self.planner = Planner(
             self.transport, num_experts, policy=policy, pad=pad, backend=planner, equal_tokens=equal_tokens
         )
@@ -115,8 +118,8 @@ class MoonEP:
 
         Takes the same latent, plan and experts. Waits for the plan's sizes on the host.
         """
-        route = routed.route(w1[0].nbytes + w2[0].nbytes)
-        routed._sent = send(route, self.transport, self.slots, latent.detach(), (w1, w2))
+        route = routed.route(self._expert_bytes(w1, w2))
+        routed._sent = send(route, self.transport, self.slots, latent.detach(), (w1, w2), self.codec)
 
     def __call__(
         self,
@@ -138,10 +141,14 @@ class MoonEP:
         """
         sent, routed._sent = routed._sent, None
         call = Lean(
-            routed.route(w1[0].nbytes + w2[0].nbytes), self.transport, math, self.slots,
-            self._sums(latent.dtype, weights.shape[1]), self.recompute_gate_up, sent,
+            routed.route(self._expert_bytes(w1, w2)), self.transport, math, self.slots,
+            self._sums(latent.dtype, weights.shape[1]), self.recompute_gate_up, self.codec, sent,
         )  # fmt: skip
         return mix(latent, weights, call, w1, w2)
+
+    def _expert_bytes(self, w1: Sequence[Tensor], w2: Sequence[Tensor]) -> int:
+        """What travels of one expert."""
+        return self.codec.nbytes(w1[0]) + self.codec.nbytes(w2[0])
 
     def _sums(self, dtype: torch.dtype, top_k: int) -> bool:
         """Whether sums travel: by their expected number with experts chosen evenly, the same on all ranks."""

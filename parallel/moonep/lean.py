@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .codec import EXACT, Codec
 from .exchange import (
     HomeGradients,
     return_entries,
@@ -47,6 +48,7 @@ class Lean:
     sums: bool
     """What a rank owes to a token travels back as one sum (FP32), not as one row for each entry."""
     recompute_gate_up: bool = False
+    codec: Codec = EXACT
     sent: Sent | None = None
     """The forward's transfers, where they have been started before."""
 
@@ -60,12 +62,17 @@ class Sent:
 
 
 def send(
-    route: Route, transport: Transport, slots: int, latent: Tensor, own: tuple[Sequence[Tensor], ...]
+    route: Route,
+    transport: Transport,
+    slots: int,
+    latent: Tensor,
+    own: tuple[Sequence[Tensor], ...],
+    codec: Codec = EXACT,
 ) -> Sent:
     """Start them; collective. latent [S, l]; own are the experts at home, W1 and W2."""
     first, second = own
     rows = send_rows(route, transport, latent)
-    return Sent(rows, BorrowedExperts(transport, waves(route, slots), slots, (first, second)))
+    return Sent(rows, BorrowedExperts(transport, waves(route, slots), slots, (first, second), codec))
 
 
 def mix(latent: Tensor, weights: Tensor, call: Lean, w1: Sequence[Tensor], w2: Sequence[Tensor]) -> Tensor:
@@ -85,9 +92,10 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, latent: Tensor, weights: Tensor, call: Lean, *own: Tensor) -> Tensor:
         route, transport, places = call.route, call.transport, call.route.places
-        sent = call.sent or send(route, transport, call.slots, latent, (own[:places], own[places:]))
+        both = own[:places], own[places:]
+        sent = call.sent or send(route, transport, call.slots, latent, both, call.codec)
         weights_coming = send_scalars(route, transport, weights)
-        rows = sent.rows.wait()  # [n, l]
+        rows = call.codec.rows(sent.rows.wait())  # [n, l]
         outputs, gate_ups = [], []
         for wave, w1, w2 in sent.experts:
             if not wave.empty:
@@ -123,7 +131,7 @@ class _Backward:
         self.gate_ups: list[Tensor] = rest[2 * places :]
         self.latent, self.row_weights = latent, row_weights
         self.trained = any(ctx.needs_input_grad[3:])
-        self.home = [HomeGradients(self.transport, own) for own in self.own]
+        self.home = [HomeGradients(self.transport, own, self.call.slots) for own in self.own]
         self.grad_rows: list[Tensor] = []
         self.grad_row_weights: list[Tensor] = []
 
@@ -131,7 +139,7 @@ class _Backward:
         """grad [S, l] to the gradients of what `_Mix.forward` took."""
         coming = send_rows(self.route, self.transport, grad)
         cut = waves(self.route, self.call.slots)
-        experts = BorrowedExperts(self.transport, cut, self.call.slots, self.own)
+        experts = BorrowedExperts(self.transport, cut, self.call.slots, self.own, self.call.codec)
         if self.trained or self.call.recompute_gate_up:
             self._rows_coming = send_rows(self.route, self.transport, self.latent)
         self._rows: Tensor | None = None
@@ -176,18 +184,18 @@ class _Backward:
         """Gradients of W1 (0, of the experts' input) or W2 (1); borrowed experts' start home. Collective."""
         if not self.trained:
             return
-        home, places = self.home[projection], self.route.places if wave.home else 0
+        home, places = self.home[projection], wave.home.stop - wave.home.start
         found: Sequence[Tensor | None] = [None] * places
         if grad is not None:
             rows = self._input()[wave.rows] if rows is None else rows
             found = self.math.weight_gradients(grad, rows, wave.segments)
-        home.add_own(found[:places])
+        home.add_own(found[:places], wave.home.start)
         home.send(wave.wanted, found[places:])
 
     def _input(self) -> Tensor:
         """The experts' input [n, l], rebuilt from the tokens that were sent again."""
         if self._rows is None:
-            self._rows = self._rows_coming.wait()
+            self._rows = self.call.codec.rows(self._rows_coming.wait())
         return self._rows
 
     def _return(self) -> list[Pending[Tensor]]:

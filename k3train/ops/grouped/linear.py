@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,25 +11,35 @@ from torch import Tensor
 from . import products
 from .segments import Segments
 
+Seen = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""What products see of weights, the same each time; gradients pass it unchanged."""
+
 
 def grouped_linear(
-    rows: Tensor, weights: Sequence[Tensor], segments: Segments, *, backend: str = "auto"
+    rows: Tensor,
+    weights: Sequence[Tensor],
+    segments: Segments,
+    *,
+    seen: Seen | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """rows [n, i], sorted by group, times the transpose of each group's weight: [n, o].
 
-    Keeps the rows and the weights. The gradient of an empty group's weight is zero, as a linear layer's is
-    without rows, so that every weight counts as ready for its reduction.
+    Keeps the rows and the weights, not what is `seen` of the latter. The gradient of an empty group's weight
+    is zero, as a linear layer's is without rows, so that every weight counts as ready for its reduction.
     """
-    output: Tensor = _GroupedLinear.apply(rows, segments, backend, *weights)
+    output: Tensor = _GroupedLinear.apply(rows, segments, seen or _as_they_are, backend, *weights)
     return output
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, segments: Segments, backend: str, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, segments: Segments, seen: Seen, backend: str, *weights: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(rows, *weights)
-        ctx.segments, ctx.backend = segments, backend
-        return products.multiply(rows, weights, segments, backend=backend)
+        ctx.segments, ctx.seen, ctx.backend = segments, seen, backend
+        return products.multiply(rows, seen(weights), segments, backend=backend)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -39,11 +49,15 @@ class _GroupedLinear(torch.autograd.Function):
         grad_rows: Tensor | None = None
         grad_weights: list[Tensor | None] = [None] * len(weights)
         if ctx.needs_input_grad[0]:
-            grad_rows = products.input_gradient(grad, weights, segments, backend=backend)
-        if any(ctx.needs_input_grad[3:]):
+            grad_rows = products.input_gradient(grad, ctx.seen(weights), segments, backend=backend)
+        if any(ctx.needs_input_grad[4:]):
             found = products.weight_gradients(grad, rows, segments, backend=backend)
             grad_weights = [
                 torch.zeros_like(weight) if one is None else one
                 for one, weight in zip(found, weights, strict=True)
             ]
-        return grad_rows, None, None, *grad_weights
+        return grad_rows, None, None, None, *grad_weights
+
+
+def _as_they_are(weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    return weights
