@@ -1,0 +1,1 @@
+"""Low-precision number formats, and training that is aware of them."""
