@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,11 +15,37 @@ from parallel.groups import destroy, initialize
 
 from .checkpoint.weights import load_weights
 from .config import Config
+from .data.chat.messages import Chat, Message
+from .data.chat.parse import XtmlError, parse_answer, shown
+from .data.chat.spans import ChatEncoder
 from .data.tokenizer import load_tokenizer
 from .model.decoder import LanguageModelChunk
 from .model.transformer_config import transformer_config
 from .ops.packing import Packing
 from .train.assemble import set_numerics, topology
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How tokens are drawn: up to `tokens` of them, from the `top_p` share of the probability."""
+
+    tokens: int = 200
+    temperature: float = 0.8
+    """0 takes the likeliest token each time."""
+    top_p: float = 0.95
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model wrote behind a chat."""
+
+    text: str
+    """All of it, structural tokens by name."""
+    message: Message | None
+    """What it says, where it follows the grammar."""
+    problem: str = ""
+    """Where it does not, why."""
 
 
 class Generator:
@@ -45,20 +73,61 @@ class Generator:
     ) -> None:
         destroy()
 
-    @torch.no_grad()
-    def extend(self, prompt: str, tokens: int, temperature: float, top_p: float, seed: int) -> str:
+    def extend(self, prompt: str, drawing: Drawing) -> str:
         """The prompt and its continuation; see `sample.sample`."""
         ids = self.tokenizer.encode(prompt)
-        random = torch.Generator().manual_seed(seed)
-        for _ in range(tokens):
-            context = torch.tensor([ids], device=self.groups.device)
-            packing = Packing.single(1, len(ids), self.groups.device)
-            logits = self.model(context, packing)[0, -1, : self.tokenizer.vocab_size].float().cpu()
-            token = draw(logits, temperature, top_p, random)
-            if token == self.tokenizer.eod_id:
+        (more,) = self._continue([ids], drawing, {self.tokenizer.eod_id})
+        return self.tokenizer.decode([*ids, *more])
+
+    def answers(self, chats: Sequence[Chat], drawing: Drawing) -> list[Answer]:
+        """The assistant's next message of each chat, all drawn together.
+
+        Raises:
+            UserError: the tokenizer cannot build chats, or a chat has images.
+        """
+        encoder = ChatEncoder(self.tokenizer)
+        prompts = [encoder.prompt(chat, "the chat").tolist() for chat in chats]
+        stops = {encoder.structure.end, self.tokenizer.eod_id}
+        return [
+            self._answer(ids, chat.thinking)
+            for ids, chat in zip(self._continue(prompts, drawing, stops), chats, strict=True)
+        ]
+
+    def _answer(self, ids: list[int], thinking: bool) -> Answer:
+        text = shown(ids, self.tokenizer)
+        try:
+            return Answer(text, parse_answer(ids, self.tokenizer, thinking=thinking))
+        except XtmlError as error:
+            return Answer(text, None, str(error))
+
+    @torch.no_grad()
+    def _continue(self, prompts: list[list[int]], drawing: Drawing, stops: set[int]) -> list[list[int]]:
+        """What is drawn behind each prompt, the token that stops it included."""
+        drawn: list[list[int]] = [[] for _ in prompts]
+        random = [torch.Generator().manual_seed(drawing.seed + i) for i in range(len(prompts))]
+        going = list(range(len(prompts)))
+        for _ in range(drawing.tokens):
+            logits = self._next_logits([prompts[i] + drawn[i] for i in going])
+            for i, row in zip(going, logits, strict=True):
+                drawn[i].append(draw(row, drawing.temperature, drawing.top_p, random[i]))
+            going = [i for i in going if drawn[i][-1] not in stops]
+            if not going:
                 break
-            ids.append(token)
-        return self.tokenizer.decode(ids)
+        return drawn
+
+    def _next_logits(self, contexts: list[list[int]]) -> Tensor:
+        """Logits [contexts, v] of the token behind each context; they share one row, as packed documents."""
+        lengths = torch.tensor([len(context) for context in contexts])
+        ends = lengths.cumsum(0)
+        device = self.groups.device
+        packing = Packing(
+            torch.arange(len(contexts)).repeat_interleave(lengths)[None].int().to(device),
+            torch.cat((torch.zeros(1, dtype=ends.dtype), ends)).int().to(device),
+            int(lengths.max()),
+        )
+        tokens = torch.tensor([[token for context in contexts for token in context]], device=device)
+        logits = self.model(tokens, packing)[0, (ends - 1).to(device)]
+        return logits[:, : self.tokenizer.vocab_size].float().cpu()
 
 
 def draw(logits: Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:

@@ -66,33 +66,43 @@ def measure(
     Raises:
         UserError: a record makes no sense, or the cache folder cannot be written.
     """
+
+    def make() -> Measures:
+        if len(source) > SLOW and source.fingerprint is not None:
+            say(f"data: measuring the {len(source)} documents of {source.name}, once")
+        return _measure(source, encoder)
+
     if source.fingerprint is None:
-        measures = _measure(source, encoder)
+        measures = make()
     else:
-        path = cache_folder(cache_dir) / "measures" / f"{_key(source.fingerprint, encoder)}.npz"
-        measures = _kept(path, source, encoder, say)
+        measures = kept(_key(source.fingerprint, encoder), cache_dir, make)
     for reason, name in measures.skipped:
         encoder.skips.add(reason, name)
     return measures
 
 
-def _kept(path: Path, source: Source, encoder: Encoder, say: Callable[[str], None]) -> Measures:
-    kept = _load(path)
-    if kept is not None:
-        return kept
+def kept(key: str, cache_dir: str | None, make: Callable[[], Measures]) -> Measures:
+    """The measures of this key from the cache folder; one process at a time makes what is not there.
+
+    Raises:
+        UserError: the cache folder cannot be written.
+    """
+    folder = cache_folder(cache_dir) / "measures"
+    path = folder / f"{key}.npz"
+    found = _load(path)
+    if found is not None:
+        return found
     try:
-        path.parent.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
         with file_lock(path.with_suffix(".lock")):
-            kept = _load(path)
-            if kept is None:
-                if len(source) > SLOW:
-                    say(f"data: measuring the {len(source)} documents of {source.name}, once")
-                kept = _measure(source, encoder)
-                if not any(reason in TRANSIENT for reason, _ in kept.skipped):
-                    _save(path, kept)
+            found = _load(path)
+            if found is None:
+                found = make()
+                if not any(reason in TRANSIENT for reason, _ in found.skipped):
+                    _save(path, found)
     except OSError as error:
-        raise UserError(f"{path.parent} cannot be written ({error.strerror}); set data.cache_dir") from error
-    return kept
+        raise UserError(f"{folder} cannot be written ({error.strerror}); set data.cache_dir") from error
+    return found
 
 
 def _measure(source: Source, encoder: Encoder) -> Measures:

@@ -8,29 +8,29 @@ s tokens of a sample, n patches, i items (images or clips).
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import UserError
+from ..vision_config import VisionConfig
 from .blend import Blend, Windows
 from .digits import Digits
 from .documents import Document, Picture, Source
-from .encode import Encoder, Piece
+from .encode import Encoder, Grid, Piece
+from .epochs import EpochWindows
 from .folder import ImageFolder
 from .images import PATCH_VALUES, ImageLimits
-from .joint import Segment, cut, pack
+from .joint import Segment, cut
 from .measure import Measures, measure, piece_costs
 from .packed import Sample
-from .skips import ImageError
+from .skips import ImageError, Skips
+from .tokenizer import Tokenizer, image_placeholder
 from .webdataset import META_FOLDER, TarShards
-
-# A window whose images have all turned bad gives its place to the next one.
-TRIES = 100
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,29 @@ def sample_limits(limits: ImageLimits, sequence_length: int, max_patches: int) -
     )
 
 
+class ImageKeys(Protocol):
+    """The keys of the `data` section that decide how images are read."""
+
+    sequence_length: int
+    max_patches: int
+    max_image_side: int
+
+
+def build_encoder(data: ImageKeys, vision: VisionConfig, tokenizer: Tokenizer, skips: Skips) -> Encoder:
+    """What turns documents with images into pieces for this tower.
+
+    Raises:
+        UserError: the tokenizer has no placeholder, or a sample no room for the smallest image.
+    """
+    image_placeholder(tokenizer)
+    limits = ImageLimits(
+        max_side=min(data.max_image_side, vision.rope_max * vision.patch_size),
+        max_patches=vision.max_patches,
+        max_frames=vision.max_frames,
+    )
+    return Encoder(tokenizer, sample_limits(limits, data.sequence_length, data.max_patches), skips)
+
+
 def image_blend(
     specs: Sequence[str],
     weights: Sequence[float] | None,
@@ -121,15 +144,16 @@ class TextWindows:
             raise UserError(
                 f"a text corpus of data.train holds token {self.image_id}, the placeholder of images"
             )
-        return sample | _image_arrays([], sample["tokens"], self.image_id)
+        return sample | image_arrays([], sample["tokens"], self.image_id)
 
 
-class ImageWindows:
+class ImageWindows(EpochWindows):
     """Sample `i` of one source: whole documents, as many as fit `sequence_length` and `max_patches`.
 
-    Every epoch packs the documents in another order; `seed` None keeps their own. A document larger than a
-    sample is cut in its text or between items. Padding has `loss_mask` 0, and so have placeholders as labels.
-    An image that fails when it is decoded leaves padding behind and moves nothing else.
+    A document larger than a sample is cut in its text or between items. Padding has `loss_mask` 0, and so
+    have placeholders as labels. An image that fails when it is decoded leaves padding behind and moves
+    nothing else. The head of this file says what a sample holds; with `answers` also answer_positions, where
+    the label is an answer.
     """
 
     def __init__(
@@ -145,57 +169,18 @@ class ImageWindows:
     ) -> None:
         if not measures.tokens.sum():
             raise UserError(f"{source.name} holds no document that can be used ({encoder.skips.summary()})")
+        super().__init__(source.name, encoder.skips, len(measures), sequence_length, max_patches, seed)
         self.source, self.encoder, self.measures = source, encoder, measures
-        self.sequence_length, self.max_patches = sequence_length, max_patches
-        self.seed = seed
         self.answers = answers
-        # First sample of each epoch packed so far; how many an epoch has depends on its order.
-        self._starts = [0]
-        self._epoch = -1
-
-    def __getitem__(self, index: int) -> Sample:
-        """See the head of this file; with `answers` also answer_positions, where the label is an answer."""
-        while self._starts[-1] <= index:
-            self._pack(len(self._starts) - 1)
-            self._starts.append(self._starts[-1] + self.windows)
-        epoch = bisect_right(self._starts, index) - 1
-        self._pack(epoch)
-        first = index - self._starts[epoch]
-        for number in range(first, first + TRIES):
-            sample = self._sample(number % self.windows)
-            if sample["loss_mask"].any():
-                return sample | {"sample_id": index}
-        raise UserError(
-            f"{self.source.name}: none of {TRIES} samples is usable ({self.encoder.skips.summary()})"
-        )
-
-    @property
-    def windows(self) -> int:
-        """Samples of the epoch that was packed last."""
-        return len(self._ends)
-
-    def _pack(self, epoch: int) -> None:
-        if epoch == self._epoch:
-            return
-        order = np.arange(len(self.measures))
-        if self.seed is not None:
-            random = np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF, epoch])
-            order = random.permutation(len(self.measures))
-        packed = list(pack(self._segments(order), self.sequence_length, self.max_patches))
-        self._flat = np.array([segment[:3] for window in packed for segment in window], np.int64)
-        self._ends = np.cumsum([len(window) for window in packed])
-        self._epoch = epoch
 
     def _segments(self, order: npt.NDArray[np.int64]) -> Iterator[Segment]:
         for document in order.tolist():
-            for part in cut(self.measures[document], self.sequence_length, self.max_patches):
+            for part in cut(self.measures[document], self.max_tokens, self.max_patches):
                 yield Segment(document, *part)
 
-    def _sample(self, window: int) -> Sample:
-        first = int(self._ends[window - 1]) if window else 0
-        segments = self._flat[first : self._ends[window]].tolist()
+    def _sample(self, segments: list[tuple[int, int, int]]) -> Sample:
         runs = [run for segment in segments for run in self._runs(*segment)]
-        s, pad = self.sequence_length, self.encoder.tokenizer.pad_id
+        s, pad = self.max_tokens, self.encoder.tokenizer.pad_id
         stream = np.concatenate([np.empty(0, np.int64), *(run.ids for run in runs)])
         tokens, labels, loss_mask = np.full(s, pad), np.full(s, pad), np.zeros(s, np.float32)
         tokens[: stream.size] = stream
@@ -206,7 +191,8 @@ class ImageWindows:
         if self.answers:
             asked = [np.full(run.ids.size, run.answer) for run in runs]
             sample["answer_positions"] = np.flatnonzero(np.concatenate([np.empty(0, bool), *asked])) - 1
-        return sample | _image_arrays(runs, tokens, self.encoder.image_id)
+        items = [(run.piece.grid, run.patches) for run in runs if run.piece.grid and run.patches is not None]
+        return sample | image_arrays(items, tokens, self.encoder.image_id)
 
     def _runs(self, number: int, start: int, stop: int) -> list[_Run]:
         """Tokens [start, stop) of a document, without the items that turn out to be bad and their regions."""
@@ -263,11 +249,12 @@ def _worth(document: Document, runs: list[_Run]) -> bool:
     return not document.caption and any(run.piece.part < len(document.parts) for run in runs)
 
 
-def _image_arrays(runs: list[_Run], tokens: npt.NDArray[np.int64], image_id: int) -> Sample:
-    items = [run for run in runs if run.patches is not None]
-    patches = [run.patches for run in runs if run.patches is not None]
+def image_arrays(
+    items: Sequence[tuple[Grid, npt.NDArray[np.float32]]], tokens: npt.NDArray[np.int64], image_id: int
+) -> Sample:
+    """What a sample of `tokens` [s] holds of its items, given as grids and patches, in reading order."""
     return {
-        "patches": np.concatenate([np.empty((0, PATCH_VALUES), np.float32), *patches]),
-        "grids": np.array([run.piece.grid for run in items], np.int64).reshape(-1, 3),
+        "patches": np.concatenate([np.empty((0, PATCH_VALUES), np.float32), *(p for _, p in items)]),
+        "grids": np.array([grid for grid, _ in items], np.int64).reshape(-1, 3),
         "image_positions": np.flatnonzero(tokens == image_id),
     }

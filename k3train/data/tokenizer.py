@@ -7,7 +7,7 @@ import binascii
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ END_NAMES = ("<|eod|>", "[EOS]", "<|endoftext|>", "<|end_of_text|>", "</s>", "<e
 PAD_NAMES = ("<|pad|>", "[PAD]", "<pad>")
 BYTE_IMAGE_NAME = "<image>"
 IMAGE_NAMES = ("<|media_pad|>", "<|image_pad|>", "<|image|>", "<image>", "[IMG]")
+
+STRUCTURE_NAMES = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+MEDIA_NAMES = ("<|media_begin|>", "<|media_content|>", "<|media_end|>")
 
 # Words with their leading mark or space, Han runs apart, at most three digits, line ends kept together.
 LETTER = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
@@ -36,21 +39,38 @@ SPLIT_PATTERN = "|".join(
         r"\s+",
     )
 )
-# Slots of K3's vocabulary behind the ranks: 256 reserved ids, of which training needs these four.
+# Slots of K3's vocabulary behind the ranks: 256 reserved ids, of which training needs these.
 RESERVED = 256
-RESERVED_SLOTS = {"[BOS]": 0, "[EOS]": 1, "<|media_pad|>": 21, "[PAD]": 255}
+RESERVED_SLOTS = {
+    "[BOS]": 0, "[EOS]": 1, "<|end_of_msg|>": 2, "<|open|>": 3, "<|close|>": 4, "<|sep|>": 5,
+    "<|media_begin|>": 18, "<|media_content|>": 19, "<|media_end|>": 20, "<|media_pad|>": 21, "[PAD]": 255,
+}  # fmt: skip
+
+
+class Structure(NamedTuple):
+    """Ids of the tokens that build a chat. No text gives one of them."""
+
+    open: int
+    close: int
+    sep: int
+    end: int
+    """Behind a message."""
+    media: tuple[int, int, int] | None = None
+    """Around an image: begin, content, end; None where the vocabulary has only its placeholder."""
 
 
 class Tokenizer(Protocol):
     """Text to ids in [0, vocab_size) and back. `fingerprint` changes when any id of a text would.
 
     `image_id` stands where an image's features go. No text gives it; None where the vocabulary has none.
+    `structure` builds chats; None likewise.
     """
 
     vocab_size: int
     eod_id: int
     pad_id: int
     image_id: int | None
+    structure: Structure | None
     fingerprint: str
 
     def encode(self, text: str) -> list[int]:
@@ -67,12 +87,13 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8, then <|eod|>, <image> and <|pad|>."""
+    """The 256 bytes of UTF-8, then <|eod|>, <image>, <|pad|> and the four tokens that build a chat."""
 
     eod_id = 256
     image_id = 257
     pad_id = 258
-    vocab_size = 259
+    structure = Structure(259, 260, 261, 262)
+    vocab_size = 263
     fingerprint = "byte"
 
     def encode(self, text: str) -> list[int]:
@@ -102,6 +123,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(vocabulary.values()) + 1
         self.eod_id, self.pad_id = _end_and_pad(vocabulary, path)
         self.image_id = _image_id(vocabulary, self, image_token)
+        self.structure = _structure(vocabulary, self)
         self.fingerprint = _fingerprint("hf", path)
 
     def encode(self, text: str) -> list[int]:
@@ -115,8 +137,8 @@ class TiktokenTokenizer(Tokenizer):
     """Lines of `base64-token rank`, then special tokens.
 
     The special tokens are those of `tokenizer_config.json` beside the file; without one, 256 ids are
-    reserved behind the ranks as in K3's vocabulary: [BOS] first, [EOS] second, [PAD] last, the placeholder of
-    images between them.
+    reserved behind the ranks as in K3's vocabulary: [BOS] first, [EOS] second, [PAD] last, the tokens of
+    chats and images between them.
     """
 
     def __init__(self, path: Path, image_token: str | None = None, pattern: str = SPLIT_PATTERN) -> None:
@@ -137,6 +159,7 @@ class TiktokenTokenizer(Tokenizer):
         self.vocab_size = self.inner.max_token_value + 1
         self.eod_id, self.pad_id = _end_and_pad(special, path)
         self.image_id = _image_id(special, self, image_token)
+        self.structure = _structure(special, self)
         self.fingerprint = _fingerprint("tiktoken", path)
 
     def encode(self, text: str) -> list[int]:
@@ -189,6 +212,35 @@ def image_placeholder(tokenizer: Tokenizer) -> int:
             f"(looked for {', '.join(IMAGE_NAMES)})"
         )
     return tokenizer.image_id
+
+
+def chat_structure(tokenizer: Tokenizer) -> Structure:
+    """`structure` of a tokenizer that is used with chats.
+
+    Raises:
+        UserError: it has none.
+    """
+    if tokenizer.structure is None:
+        raise UserError(
+            f"data.tokenizer cannot build chats: it needs {', '.join(STRUCTURE_NAMES)} as special tokens; "
+            "add them, or use one that has them, such as byte"
+        )
+    return tokenizer.structure
+
+
+def _structure(vocabulary: dict[str, int], tokenizer: Tokenizer) -> Structure | None:
+    """The ids of a chat's tokens, unless one is missing or plain text can give it."""
+
+    def special(name: str) -> int | None:
+        number = vocabulary.get(name)
+        return None if number is None or number in tokenizer.encode(name) else number
+
+    found = [number for name in STRUCTURE_NAMES if (number := special(name)) is not None]
+    media = [number for name in MEDIA_NAMES if (number := special(name)) is not None]
+    if len(found) < len(STRUCTURE_NAMES):
+        return None
+    opening, closing, sep, end = found
+    return Structure(opening, closing, sep, end, (media[0], media[1], media[2]) if len(media) == 3 else None)
 
 
 def _image_id(vocabulary: dict[str, int], tokenizer: Tokenizer, name: str | None) -> int | None:

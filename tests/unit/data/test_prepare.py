@@ -85,7 +85,7 @@ def test_every_format_in_order(folder: Path, tmp_path: Path) -> None:
     described = json.loads((tmp_path / "out.json").read_text())
     assert (described["tokenizer"], described["vocab_size"], described["tokens"]) == (
         "byte",
-        259,
+        263,
         info.tokens,
     )
     assert leftovers(tmp_path / "out") == ["out.bin", "out.idx", "out.json"]
