@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import os
 import secrets
-import struct
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .errors import OffloadError
-from .files.engine import ALIGNMENT, FileEngine, Transfer, aligned_bytes, round_up
+from .files.alignment import ALIGNMENT, round_up
+from .files.engine import FileEngine, Transfer, aligned_bytes
+from .files.sealed import seal, verify
 
 BUFFERS = 4
 """One in use, one about to be, one being read ahead, one being written."""
-
-HEADER = struct.Struct("<8s16sQQQQ")
-"""Magic, token of the shelf, offset, generation, elements, checksum; `ALIGNMENT` bytes before each vector."""
-MAGIC = b"k3trnF32"
 
 
 class Shelf(Protocol):
@@ -183,8 +179,8 @@ class FileShelf:
                 self._verify(key, entry, buffer.memory)
         except OSError as error:
             raise OffloadError(
-                f"a vector in {self._folder} could not be read back: {error}; set offload.folder to another "
-                "disk, or keep it in host memory; the last checkpoint is intact"
+                f"a vector in {self._folder} could not be read back: {error}; set offload.nvme_dir to "
+                "another disk, or keep it in host memory; the last checkpoint is intact"
             ) from error
         if entry.host is not None:
             return entry.host
@@ -215,12 +211,11 @@ class FileShelf:
         if self._failed:
             self._keep_on_host(buffer)
             return
-        entry.checksum = checksum(_payload(buffer.memory, entry))
-        header = self._header(entry)
-        buffer.memory[: len(header)].numpy()[:] = np.frombuffer(header, dtype=np.uint8)
+        block = buffer.memory[: entry.nbytes]
+        entry.checksum = seal(block, self._token, entry.offset, entry.generation, entry.numel)
         assert self._file is not None
         try:
-            buffer.transfer = self._engine.write(self._file, entry.offset, buffer.memory[: entry.nbytes])
+            buffer.transfer = self._engine.write(self._file, entry.offset, block)
             buffer.is_write = True
         except OSError as error:
             self._fail(error)
@@ -238,16 +233,10 @@ class FileShelf:
             if buffer.is_write:
                 self._finish(buffer)
 
-    def _header(self, entry: _Entry) -> bytes:
-        return HEADER.pack(MAGIC, self._token, entry.offset, entry.generation, entry.numel, entry.checksum)
-
     def _verify(self, key: Hashable, entry: _Entry, memory: Tensor) -> None:
         """Raise OSError unless a buffer holds what was committed last."""
-        header = memory[: HEADER.size].numpy().tobytes()
-        if header != self._header(entry):
-            raise OSError(f"the file holds something else than generation {entry.generation} of {key}")
-        if checksum(_payload(memory, entry)) != entry.checksum:
-            raise OSError(f"the checksum of {key} does not match")
+        what = self._token, entry.offset, entry.generation, entry.numel, entry.checksum
+        verify(memory[: entry.nbytes], *what, str(key))
 
     def _buffer(self, key: Hashable) -> _Buffer | None:
         return next((buffer for buffer in self._buffers if buffer.key == key), None)
@@ -306,7 +295,7 @@ class FileShelf:
         """Give up the file for what is written from now on."""
         problem = f"the disk under {self._folder} failed: {error.strerror or error}"
         if not self._fallback:
-            raise OffloadError(f"{problem}; free it, or set offload.folder or offload.on_failure=fallback")
+            raise OffloadError(f"{problem}; free it, or set offload.nvme_dir or offload.on_failure=fallback")
         if not self._failed:
             self._warn(f"{problem}; what would go there stays in host memory from now on")
         self._failed = True
@@ -321,21 +310,6 @@ class _Failed:
     def wait(self) -> None:
         """See `Transfer`."""
         raise self._error
-
-
-def checksum(payload: Tensor) -> int:
-    """Of uint8 [n * ALIGNMENT]: sums of 64-bit words by block, each weighted by an odd number of its place.
-
-    At the speed of memory, where a CRC would be slower than the disk; it sees old, swapped and torn blocks.
-    """
-    words = payload.numpy().view(np.uint64).reshape(-1, ALIGNMENT // 8)
-    sums = words.sum(axis=1, dtype=np.uint64)
-    weights = np.arange(len(sums), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-    return int((sums * weights).sum(dtype=np.uint64))
-
-
-def _payload(memory: Tensor, entry: _Entry) -> Tensor:
-    return memory[ALIGNMENT : entry.nbytes]
 
 
 def _vector(memory: Tensor, entry: _Entry) -> Tensor:

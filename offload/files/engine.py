@@ -20,7 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-ALIGNMENT = 4096
+from .alignment import ALIGNMENT, round_up
+
 BLOCK = 8 << 20
 """Bytes of one request: large enough for a disk's full rate, small enough to keep several under way."""
 THREADS = 4
@@ -61,11 +62,6 @@ def aligned_bytes(nbytes: int, *, pinned: bool = False) -> Tensor:
     return whole[start : start + nbytes]
 
 
-def round_up(nbytes: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
 class ThreadEngine:
     """Requests of `BLOCK` bytes on a few threads; the calls release Python's lock."""
 
@@ -76,6 +72,13 @@ class ThreadEngine:
 
     def open(self, folder: Path) -> int:
         """See `FileEngine`."""
+        for direct in (os.O_DIRECT, 0) if self.direct else (0,):
+            with contextlib.suppress(OSError):
+                return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | direct, 0o600)
+        return self._open_named(folder)
+
+    def _open_named(self, folder: Path) -> int:
+        """For file systems that make no file without a name: it has one for a moment."""
         file, path = tempfile.mkstemp(prefix="offload-", dir=folder)
         direct = None
         if self.direct:
@@ -103,10 +106,12 @@ class ThreadEngine:
         self, call: Callable[[int, int, memoryview], None], file: int, offset: int, memory: Tensor
     ) -> Transfer:
         view = memoryview(memory.numpy())
+        # Even parts: a small rest would cost as much time as a whole request.
+        part = round_up(-(-len(view) // max(1, round(len(view) / BLOCK))))
         return _Futures(
             [
-                self._pool.submit(call, file, offset + start, view[start : start + BLOCK])
-                for start in range(0, len(view), BLOCK)
+                self._pool.submit(call, file, offset + start, view[start : start + part])
+                for start in range(0, len(view), part)
             ]
         )
 
@@ -154,16 +159,21 @@ def report() -> list[tuple[str, bool, str]]:
     return [("deepnvme", reason is None, reason or ""), ("threads", True, "")]
 
 
+def new_engine() -> FileEngine:
+    """DeepNVMe where it is ready to use, else threads; for one thread, since DeepNVMe's handle is for one."""
+    from .deepnvme import DeepNvmeEngine, why_not
+
+    return ThreadEngine() if why_not() else DeepNvmeEngine()
+
+
 _lock = threading.Lock()
 _engine: FileEngine | None = None
 
 
 def default_engine() -> FileEngine:
-    """This process's engine: DeepNVMe where it is ready to use, else threads."""
-    from .deepnvme import DeepNvmeEngine, why_not
-
+    """The engine of what this process keeps on shelves."""
     global _engine
     with _lock:
         if _engine is None:
-            _engine = ThreadEngine() if why_not() else DeepNvmeEngine()
+            _engine = new_engine()
         return _engine

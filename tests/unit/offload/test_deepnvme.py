@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from offload.files import deepnvme
-from offload.files.engine import ALIGNMENT, ThreadEngine, aligned_bytes, default_engine
+from offload.files.alignment import ALIGNMENT
+from offload.files.engine import ThreadEngine, aligned_bytes, default_engine
 
 
 class Handle:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -12,42 +11,14 @@ import torch
 from torch import Tensor
 
 from offload.errors import OffloadError
-from offload.files.engine import ALIGNMENT, BLOCK, ThreadEngine, Transfer, aligned_bytes
+from offload.files.alignment import ALIGNMENT
+from offload.files.engine import BLOCK, ThreadEngine, aligned_bytes
+from offload.files.sealed import checksum
 from offload.gradients import ShelvedGradients
-from offload.shelf import BUFFERS, FileShelf, HostShelf, checksum
+from offload.shelf import BUFFERS, FileShelf, HostShelf
+from tests.unit.offload.faults import Faulty
 
 SIZES = (10, 5000, 1024, 77, 3000, 2048, 1)
-
-
-class Faulty(ThreadEngine):
-    """An engine that fails as it is told to."""
-
-    def __init__(self, *, direct: bool = True) -> None:
-        super().__init__(direct=direct)
-        self.fail_writes_after: int | None = None
-        self.writes = 0
-        self.drop_writes = False
-        self.delay = 0.0
-
-    def write(self, file: int, offset: int, memory: Tensor) -> Transfer:
-        self.writes += 1
-        if self.fail_writes_after is not None and self.writes > self.fail_writes_after:
-            return Broken(errno.ENOSPC)
-        if self.delay:
-            time.sleep(self.delay)
-        return Done() if self.drop_writes else super().write(file, offset, memory)
-
-
-class Broken:
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def wait(self) -> None:
-        raise OSError(self.number, os.strerror(self.number))
-
-
-class Done:
-    def wait(self) -> None: ...
 
 
 def shelf(folder: Path, engine: ThreadEngine, told: list[str], *, fallback: bool = True) -> FileShelf:
@@ -124,7 +95,7 @@ def test_the_policy_may_be_to_stop(tmp_path: Path) -> None:
     kept = shelf(tmp_path, engine, [], fallback=False)
     reserved(kept)
     engine.fail_writes_after = 0
-    with pytest.raises(OffloadError, match=r"No space left .*; free it, or set offload\.folder"):
+    with pytest.raises(OffloadError, match=r"No space left .*; free it, or set offload\.nvme_dir"):
         write_all(kept, 0)
         kept.flush()
 
