@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 
+from .activation_policy import LAYER, TOWER_LAYER, policy_of, recomputes
 from .config import Config
 
 
@@ -79,18 +80,41 @@ FEATURES = (
     Feature(
         "Per-Head Muon", "optim.name", ("optim=muon_per_head",), lambda c: c.optim.name == "muon_per_head"
     ),
-    Feature("BF16", "model.dtype", ("model.dtype=bfloat16",), lambda c: c.model.dtype == "bfloat16"),
     Feature(
-        "recompute", "model.recompute", ("model.recompute=layer",), lambda c: c.model.recompute == "layer"
+        "host activations",
+        "offload.policy",
+        ("offload.policy=host",),
+        lambda c: "host" in policy_of(c).tiers(),
     ),
+    Feature(
+        "peer activations",
+        "offload.policy",
+        ("parallel.pipeline=2", "offload.policy=peer"),
+        lambda c: "peer" in policy_of(c).tiers(),
+    ),
+    Feature(
+        "nvme activations",
+        "offload.policy",
+        ("offload.policy=nvme", "offload.nvme_dir=scratch"),
+        lambda c: "nvme" in policy_of(c).tiers(),
+    ),
+    Feature(
+        "FP8 activations",
+        "offload.policy",
+        ("offload.policy=fp8_host",),
+        lambda c: any(storage.fp8 for storage in policy_of(c).values()),
+    ),
+    Feature("QAT", "quant.recipe", ("quant=mxfp4_qat",), lambda c: c.quant.recipe != "none"),
+    Feature("BF16", "model.dtype", ("model.dtype=bfloat16",), lambda c: c.model.dtype == "bfloat16"),
+    Feature("recompute", "offload.policy", ("offload.policy=recompute",), lambda c: recomputes(c, LAYER)),
     Feature("dense model", "model.num_experts", ("model.num_experts=0",), lambda c: c.model.num_experts == 0),
     Feature("MTP", "model.mtp_layers", ("model.mtp_layers=1",), lambda c: c.model.mtp_layers > 0),
     Feature("vision", "vision.enabled", ("vision=tiny", "data.images=[digits]"), lambda c: c.vision.enabled),
     Feature(
         "vision recompute",
-        "vision.recompute",
-        ("vision=tiny", "data.images=[digits]", "vision.recompute=true"),
-        lambda c: c.vision.enabled and bool(c.vision.recompute),
+        "offload.sites",
+        ("vision=tiny", "data.images=[digits]", "offload.sites={vit.layer: recompute}"),
+        lambda c: c.vision.enabled and recomputes(c, TOWER_LAYER),
     ),
 )
 
@@ -100,6 +124,7 @@ REFUSALS = (
         "context parallelism",
         "context parallelism is not available in this version; use 1",
     ),
+    Refusal("QAT", "dense model", "only routed experts are quantised; use quant=none"),
     Refusal("MoonEP", "dense model", "a dense model has no experts to balance; use alltoall"),
     Refusal(
         "gradients off device",

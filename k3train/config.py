@@ -105,8 +105,6 @@ class ModelConfig:
     """Weight of the old bias in the quantile-balancing update; 0 replaces it."""
     dtype: str = "float32"
     """float32 or bfloat16: parameters and activations; statistics and gradients stay FP32."""
-    recompute: str = "none"
-    """none, or layer: keep only each decoder layer's input and run it again in backward."""
     backends: BackendConfig = field(default_factory=BackendConfig)
 
 
@@ -115,13 +113,24 @@ class DataConfig:
     """Where the tokens come from."""
 
     source: str = "bundled"
-    """bundled (the running Python's standard library) or indexed (Megatron .bin/.idx files)."""
+    """bundled (the running Python's standard library), indexed (Megatron .bin/.idx files) or chat (JSON lines
+    of chats, of which only assistants' answers are learnt)."""
     train: list[str] = field(default_factory=list)
     """Prefixes of .bin/.idx pairs, made by `k3train data prepare`."""
     train_weights: list[float] | None = None
     """Shares of the prefixes in the blend; their sizes when left out."""
     valid: list[str] = field(default_factory=list)
     """Prefixes of the validation split; `indexed` needs at least one, as nothing of `train` is held out."""
+    path: list[str] = field(default_factory=list)
+    """With chat: .jsonl files, folders or globs of them, or exercises (bundled sums, strings and calls)."""
+    valid_path: list[str] = field(default_factory=list)
+    """With chat: files of the validation split; a share of `path` when left out."""
+    held_out: float = 0.05
+    """With chat: share of `path` for validation, chosen by what a line holds."""
+    malformed: str = "stop"
+    """With chat, a line that is no chat: stop, or skip it and count."""
+    overlong: str = "cut"
+    """With chat, a chat longer than `sequence_length`: cut its end off, or drop it; counted either way."""
     tokenizer: str = "byte"
     """byte, or the path of a Hugging Face tokenizer.json or of a tiktoken file."""
     sequence_length: int = 256
@@ -225,18 +234,65 @@ class OptimConfig:
 
 @dataclass
 class OffloadConfig:
-    """Where gradients and optimizer states lie between their uses."""
+    """Where activations, gradients and optimizer states lie between their uses."""
 
+    policy: str = "keep"
+    """How activations are held from forward to backward: a file of `conf/offload/`, or the path of one like
+    those; `budget` is what `offload.budget_gb` found."""
+    sites: dict[str, str] = field(default_factory=dict)
+    """Storages of sites, or of patterns like kda.*, that come before the policy's: keep, or
+    [recompute+][fp8+][host|peer|nvme]."""
+    resolved: dict[str, str] = field(default_factory=dict)
+    """What `policy` says, as found before the run. Derived: set `sites`."""
+    budget_gb: float | None = None
+    """Device memory of a rank, GB, into which the plan fits everything by the cheapest policy it finds."""
+    allow: list[str] = field(default_factory=lambda: ["recompute", "host", "peer", "nvme"])
+    """What a budget may choose beside keep; fp8 too, where gradients need not be those of `keep` to the bit.
+    nvme needs `nvme_dir`, peer a pipeline."""
+    host_gb: float | None = None
+    """Pinned host memory of a rank for activations, GB; as planned when left out."""
+    peer_gb: float | None = None
+    """Device memory, GB, that a rank lends to another one for activations; as planned when left out."""
+    nvme_gb: float | None = None
+    """Disk of a rank for activations, GB; as planned when left out."""
+    nvme_dir: str | None = None
+    """Folder on a fast local disk for all that is on nvme; each rank has files of its own in it."""
+    inflight_mib: int = 256
+    """Device memory for activations on their way out, and as much for those on their way back."""
+    min_kib: int = 64
+    """Smaller tensors stay on the device as they are."""
+    recompute_layers: int = 1
+    """Decoder layers that site `layer` runs again at a time: only what enters the first of them is held."""
     gradients: str = "device"
     """Shards of ZeRO-2: device, host (pinned memory) or nvme."""
     optimizer: str = "device"
     """Moments and FP32 master weights of AdamW with ZeRO-1 or 2: device, host or nvme."""
-    folder: str | None = None
-    """Folder on a fast local disk for what is on nvme; each rank has files of its own in it."""
     on_failure: str = "fallback"
-    """When the disk fails: fallback (go on in host memory, with one warning) or stop."""
+    """When a tier fails or is full: fallback (the next allowed one, with one warning) or stop."""
     window_mib: int = 256
     """Device memory of each of the two windows through which optimizer states pass in a step."""
+
+
+@dataclass
+class QuantConfig:
+    """Number formats that the routed experts learn to live with."""
+
+    recipe: str = "none"
+    """none, or mxfp4_qat: routed experts compute with weights and inputs rounded to the formats below, both
+    ways; gradients pass the rounding unchanged, and the weights that the optimizer updates keep their
+    precision."""
+    weight_format: str = "mxfp4"
+    """mxfp4, mxfp8_e4m3 or mxfp8_e5m2; blocks of 32 along the inputs."""
+    activation_format: str = "mxfp8_e4m3"
+    """none, mxfp8_e4m3, mxfp8_e5m2 or mxfp4; blocks of 32 along a row."""
+    scale_rounding: str = "floor"
+    """How the largest value of a block becomes its scale: floor (OCP's rule), ceil (nothing is clipped) or
+    even (to nearest, as elements are)."""
+    hold_weights: bool = True
+    """Round the weights once for all micro-batches of a step and hold that copy meanwhile; else again for
+    each use. The same bits."""
+    backend: str = "auto"
+    """Implementation of the formats: auto, triton or reference; the same bits."""
 
 
 @dataclass
@@ -300,6 +356,16 @@ class ClusterConfig:
     """Bandwidth between ranks of a node, GB/s."""
     network_gbps: float = 10.0
     """Bandwidth between nodes for one rank, GB/s."""
+    memory_gbps: float = 10.0
+    """Bandwidth of a rank's own memory, GB/s."""
+    host_gbps: float = 5.0
+    """Bandwidth of a rank to pinned host memory and back, each way, all ranks of a node at once; GB/s."""
+    peer_gbps: float | None = None
+    """Bandwidth to the memory of another GPU, GB/s; `link_gbps` when left out."""
+    nvme_write_gbps: float = 0.5
+    """A rank's share of what the disks of `offload.nvme_dir` write, GB/s."""
+    nvme_read_gbps: float = 1.0
+    """The same of what they read."""
     partition: str | None = None
     account: str | None = None
     time_limit: str = "24:00:00"
@@ -323,6 +389,9 @@ class Config:
     """One run, whole."""
 
     recipe: str = "tiny"
+    init_from: str | None = None
+    """Weights that a new run starts with, its optimizer afresh: a Hugging Face folder, or a run's folder. The
+    model takes their shape, but for keys that are set on the command line."""
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     vision: VisionConfig = field(default_factory=VisionConfig)
@@ -330,6 +399,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    quant: QuantConfig = field(default_factory=QuantConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -339,7 +409,7 @@ class Config:
 # Keys that may change between a run and its continuation without changing what is computed.
 RESUME_FREE = (
     "run.dir", "run.name", "run.resume", "run.steps", "parallel.timeout_minutes", "data.cache_dir",
-    "vision.recompute", "parallel.expert.slots", "parallel.expert.transport",
+    "parallel.expert.slots", "parallel.expert.transport", "quant.hold_weights", "quant.backend",
 )  # fmt: skip
 RESUME_FREE_SECTIONS = ("log", "checkpoint", "cluster", "eval", "offload")
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from parallel.topology import Topology
 
+from .activation_policy import LAYER, recomputes
 from .config import Config, ModelConfig
+from .quant_plan import travel_share
 from .shapes import BYTES, model_dtype
 
 REPLICAS = 1
@@ -61,7 +63,7 @@ def layer_traffic(config: Config, topology: Topology, tokens: int) -> dict[str, 
     Recompute runs the forward again.
     """
     forward, backward = pass_traffic(config, topology, tokens)
-    forwards = 1 + (config.model.recompute == "layer")
+    forwards = 1 + recomputes(config, LAYER)
     return {name: forwards * forward.get(name, 0) + size for name, size in backward.items()}
 
 
@@ -78,15 +80,16 @@ def pass_traffic(
         return once, once
     scalars = 4 * entry_rows(config.model, topology.expert)
     borrowed = usually_borrowed(config, topology) * expert_bytes(config.model)
+    fetched = borrowed * travel_share(config)
     forward = {
         "expert_dispatch": tokens * (there + scalars),
         "expert_combine": tokens * back,
-        "expert_weights": borrowed,
+        "expert_weights": fetched,
     }
     backward = {
         "expert_dispatch": tokens * 2 * there,
         "expert_combine": tokens * (there + scalars),
-        "expert_weights": borrowed,
+        "expert_weights": fetched,
         "expert_weight_gradients": borrowed,
     }
     return forward, backward
@@ -131,19 +134,6 @@ def staging_bytes(config: Config, topology: Topology) -> int:
     within = topology.expert <= (cluster.ranks_per_node or cluster.gpus_per_node)
     possible = balanced(config) and topology.expert > 1 and within and cluster.gpu != "cpu"
     return PEER_STAGING if possible and experts.transport != "collective" else 0
-
-
-def kept_bytes(config: Config) -> int:
-    """What the routed experts of a layer keep of one token for backward.
-
-    MoonEP: the product before the activation, an FP32 weight and 40 bytes of indices for each expert.
-    all-to-all: sorted and received rows, that product, the activation, and the outputs in FP32.
-    """
-    model = config.model
-    latent, width, element = model.latent_size, model.expert_ffn_size, BYTES[model_dtype(model)]
-    if balanced(config):
-        return model.top_k * (2 * width * element + 4 + 40)
-    return model.top_k * ((2 * latent + 3 * width) * element + 4 * latent)
 
 
 def working_bytes(config: Config) -> int:

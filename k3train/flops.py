@@ -18,6 +18,11 @@ from .shapes import block_starts, layer_kinds, vocab_rows
 KDA_CHUNK = 64
 BACKWARD_OVER_FORWARD = 2
 
+EFFICIENCY = 0.4
+"""Share of a rank's peak that computation is to reach; public MoE runs on H100 end at 0.16 to 0.40."""
+
+TERA = 1e12
+
 
 def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> dict[str, float]:
     """FLOPs of the forward pass for one token, by site."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .config import Config
 from .errors import UserError
-from .memory import tokens_per_microbatch
+from .microbatch import tokens_per_microbatch
 from .vision_shapes import Grid, GridError, check_grid, patches, tokens
 
 LARGEST_SIDE = 32

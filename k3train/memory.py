@@ -1,29 +1,43 @@
 """Bytes that one rank holds, by kind, from the configuration alone.
 
-States are exact but for the padding of shards. Activations are those that autograd keeps with the fast
-backends, experts evenly loaded; they are estimates. Letters as in `shapes`, and a for the bytes of one
-element of the model's dtype, t for the tokens of a micro-batch on one rank.
+States are exact but for the padding of shards. Activations are what the policy leaves of what the model saves
+(`activation_ledger`), experts evenly loaded. Letters as in `shapes`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from offload.policy import TIERS
 from parallel.pipeline.rows import RowPlan
 from parallel.pipeline.simulate import peak_held
 from parallel.pipeline.table import Layout, Table
 from parallel.pipeline.vision_fill import vision_peaks
 from parallel.topology import Topology, split_layers
 
+from . import activation_ledger
+from .activation_bytes import FLOAT
+from .activation_ledger import (
+    SPARE,
+    Held,
+    Stage,
+    recomputed,
+    stage_places,
+    tower,
+    tower_places,
+    with_capacities,
+)
+from .activation_policy import lender, policy_of
 from .config import Config, ModelConfig
-from .expert_plan import kept_bytes, slot_bytes, staging_bytes, working_bytes
-from .flops import KDA_CHUNK
+from .expert_plan import slot_bytes, staging_bytes, working_bytes
 from .gradient_plan import Gradients, costs_more, local_numel, rank_gradients, replicas
+from .microbatch import element_bytes, row_bytes, tokens_per_microbatch
 from .optim.groups import moments
-from .shapes import BYTES, Parameter, compact_parameters, layer_kinds, model_dtype, vocab_rows
-from .vision_shapes import Grid, activation_bytes, block_bytes_per_patch, patches, tokens
+from .quant_plan import rounded_bytes
+from .shapes import BYTES, Parameter, compact_parameters, model_dtype, vocab_rows
+from .vision_shapes import Grid, tokens
 from .vision_shapes import parameters as vision_parameters
 
 UNPLANNED = 0.1
@@ -48,22 +62,21 @@ def rank_memory(
         parts: the images of the table's vision operations; () where it has none.
     """
     layout = table.layout
-    saved = saved_bytes(config, cuts, rows)
+    stages = activation_ledger.stages(config, cuts, rows)
+    held = rank_activations(config, table, stages, parts)
     ledgers = []
     for rank, chunks in enumerate(stage_entries(config, cuts, layout)):
         entries = [entry for chunk in chunks for entry in chunk]
-        bank, activations = peak_held(table, rank, saved)
-        stages = [layout.stage(rank, chunk) for chunk in range(layout.virtual)]
+        own = [layout.stage(rank, chunk) for chunk in range(layout.virtual)]
         ledgers.append(
             {
                 **_states(config, topology, entries),
                 **_rotating(config, rank_gradients(topology, chunks)),
                 **_windows(config, topology, entries),
-                "activations": int(activations),
-                "attn_res_bank": int(bank),
-                "workspace": _workspace(config, cuts, stages, rows),
-                **_expert_buffers(config, topology),
-                "logits": _logits(config) if len(cuts) - 1 in stages else 0,
+                **held[rank].device,
+                "workspace": _workspace(config, cuts, [stages[stage] for stage in own], own, rows),
+                **_expert_buffers(config, topology, entries),
+                "logits": _logits(config) if len(cuts) - 1 in own else 0,
                 "balance_histograms": sum(e.kind == "router" for e in entries) * _counters(config.model),
             }
         )
@@ -73,6 +86,63 @@ def rank_memory(
     return ledgers
 
 
+@dataclass(frozen=True)
+class RankActivations:
+    """What a rank of each pipeline stage holds of activations at most, bytes."""
+
+    device: dict[str, int]
+    """By kind of the ledger."""
+    tiers: dict[str, int]
+    """Elsewhere: host, peer (in the memory of `activation_policy.lender`), nvme."""
+
+
+def rank_activations(
+    config: Config, table: Table, stages: Sequence[Stage], parts: Parts = ()
+) -> list[RankActivations]:
+    """Peaks of every rank; the tower's own are no part of `device`, as the table decides where they are."""
+    found = []
+    for rank in range(table.layout.pipeline):
+        held = [stage_places(config, stage, rank) for stage in stages]
+        capacities = tier_capacities(config)
+        tiers = _tier_peaks(config, table, rank, held, parts)
+        kept = with_capacities(tiers, capacities)
+        kinds = [(h["bank"], h["device"] + h["alone"], h["fp8"]) for h in held]
+        bank, activations, coded = map(int, peak_held(table, rank, kinds))
+        device = {"activations": activations + int(kept["device"]), "attn_res_bank": bank}
+        if coded:
+            device["activations_fp8"] = coded
+        if away := sum(kept[name] for name in TIERS):
+            window = config.offload.inflight_mib << 20
+            device["offload_windows"] = int(min(2 * window, away))
+        found.append(RankActivations(device, {name: int(kept[name]) for name in TIERS if kept[name]}))
+    for rank, part in enumerate(found):
+        borrowed = lender(rank, len(found))
+        if "peer" in part.tiers and borrowed is not None:
+            given = config.offload.peer_gb
+            lent = part.tiers["peer"] * SPARE if given is None else given * 1e9
+            found[borrowed].device["lent_to_peers"] = int(lent)
+    return found
+
+
+def tier_capacities(config: Config) -> dict[str, float]:
+    """Bytes of the tiers whose size is given."""
+    given = {name: getattr(config.offload, f"{name}_gb") for name in TIERS}
+    return {name: size * 1e9 for name, size in given.items() if size is not None}
+
+
+def _tier_peaks(
+    config: Config, table: Table, rank: int, held: Sequence[Held], parts: Parts
+) -> dict[str, float]:
+    """The most on each tier at a time; the tower's most is added to the rest's."""
+    peaks = {}
+    tower = tower_places(config, parts, rank) if parts else []
+    for name in policy_of(config).tiers():
+        (peaks[name],) = peak_held(table, rank, [(stage.get(name, 0.0),) for stage in held])
+        sizes = [[part.get(name, 0.0) for part in row] for row in tower]
+        peaks[name] += vision_peaks(table, sizes)[rank] if tower else 0
+    return peaks
+
+
 def gradient_warning(config: Config, topology: Topology) -> str | None:
     """That ZeRO-2 holds more than ZeRO-1 would, where it does."""
     layout = Layout(topology.pipeline, topology.virtual, config.run.microbatches)
@@ -80,9 +150,10 @@ def gradient_warning(config: Config, topology: Topology) -> str | None:
     return costs_more(config, gradient_ledgers(config, topology, cuts, layout))
 
 
-def _expert_buffers(config: Config, topology: Topology) -> dict[str, int]:
-    """What MoonEP adds, by name."""
+def _expert_buffers(config: Config, topology: Topology, entries: list[Parameter]) -> dict[str, int]:
+    """What MoonEP and quantisation add, by name."""
     found = {
+        "rounded_experts": rounded_bytes(config, topology, entries),
         "expert_slots": slot_bytes(config, topology),
         "expert_staging": staging_bytes(config, topology),
     }
@@ -144,17 +215,14 @@ def features_bytes(config: Config, grids: Sequence[Grid]) -> int:
 
 
 def vision_kept(config: Config, part: Sequence[Grid]) -> int:
-    """What a part leaves behind for its backward, without the one block that may be recomputed."""
-    out_size, element = config.model.hidden_size, element_bytes(config.model)
-    whole = sum(activation_bytes(config.vision, out_size, grid, element) for grid in part)
-    return whole - vision_again(config, part)
+    """What a part leaves on the device for its backward, without the one block that may be recomputed."""
+    held = tower_places(config, [[part]], 0)[0][0]
+    return int(sum(size for place, size in held.items() if place not in TIERS))
 
 
 def vision_again(config: Config, part: Sequence[Grid]) -> int:
-    """The block of the tower that a backward is recomputing."""
-    if not config.vision.recompute:
-        return 0
-    return sum(map(patches, part)) * block_bytes_per_patch(config.vision, element_bytes(config.model))
+    """What a backward makes again at a time."""
+    return int(tower(config, part).workspace(recomputed(policy_of(config))))
 
 
 def stage_of(entry: Parameter, cuts: list[range]) -> int:
@@ -178,16 +246,6 @@ def gradient_ledgers(
 ) -> list[Gradients]:
     """Gradients of the chunks of a rank of each pipeline stage."""
     return [rank_gradients(topology, chunks) for chunks in stage_entries(config, cuts, layout)]
-
-
-def tokens_per_microbatch(config: Config) -> int:
-    """Tokens of one micro-batch on one rank."""
-    return config.data.micro_batch_size * config.data.sequence_length // config.parallel.context
-
-
-def element_bytes(model: ModelConfig) -> int:
-    """Bytes of one activation element."""
-    return BYTES[model_dtype(model)]
 
 
 def _states(config: Config, topology: Topology, entries: list[Parameter]) -> dict[str, int]:
@@ -224,94 +282,22 @@ def _windows(config: Config, topology: Topology, entries: list[Parameter]) -> di
     return {"optimizer_windows": min(2 * (config.offload.window_mib << 20), streamed)}
 
 
-def row_bytes(config: Config) -> int:
-    """Bytes of one AttnRes row of a micro-batch, and of any other tensor [s, b, hidden_size]."""
-    return tokens_per_microbatch(config) * config.model.hidden_size * element_bytes(config.model)
-
-
-def saved_bytes(config: Config, cuts: list[range], rows: RowPlan) -> list[tuple[int, int]]:
-    """(message received, everything else) that each stage keeps for the backward of one micro-batch.
-
-    The message has the AttnRes rows that are new to the stage's rank and the running sum; rows that the rank
-    has from earlier chunks stand in the ledger once.
-    """
-    model, tokens, row = config.model, tokens_per_microbatch(config), row_bytes(config)
-    kinds = layer_kinds(model)
-    saved = []
-    for stage, layers in enumerate(cuts):
-        if model.recompute == "layer":
-            kept = row * len(layers)
-        else:
-            kept = sum(tokens * layer_bytes(config, kinds[layer]) for layer in layers)
-        if stage == len(cuts) - 1:
-            kept += row * 2 + _mtp_saved(config, tokens, row)
-        saved.append((row * rows.width(stage), kept))
-    return saved
-
-
-def _mtp_saved(config: Config, tokens: int, row: int) -> int:
-    """Shifted embedding, its norm and the other half of the fusion (two rows), the layer, the final norm."""
-    model = config.model
-    if not model.mtp_layers:
-        return 0
-    layer = row if model.recompute == "layer" else tokens * layer_bytes(config, layer_kinds(model)[-1])
-    return row * (1 + 2 + 2) + layer
-
-
-def layer_bytes(config: Config, kind: tuple[str, str]) -> int:
-    """Bytes that one decoder layer keeps for its backward for each token, without recomputation."""
-    (attention, mlp), model = kind, config.model
-    core = _kda_bytes(model) if attention == "kda" else _mla_bytes(model)
-    ffn = _moe_bytes(config) if mlp == "moe" else 3 * model.dense_ffn_size * element_bytes(model)
-    # Of each sublayer the mixture, its norm, and the running sum that later sites read.
-    around = 2 * 3 * model.hidden_size * element_bytes(model)
-    return around + core + ffn
-
-
-def _kda_bytes(model: ModelConfig) -> int:
-    channels = model.num_heads * model.kda_head_dim
-    # q, k, v before and after convolution, q and k normalised; output, norm, gate logits, gate, product.
-    rows = (3 + 3 + 2) * channels + 5 * channels
-    decay = model.kda_head_dim + channels
-    chunk = 2 * model.num_heads * KDA_CHUNK
-    return (rows + decay + chunk) * element_bytes(model) + 4 * (channels + model.num_heads)
-
-
-def _mla_bytes(model: ModelConfig) -> int:
-    heads, values = model.num_heads, model.num_heads * model.v_head_dim
-    query = heads * (model.qk_nope_head_dim + model.qk_extra_head_dim)
-    latents = 2 * model.q_lora_rank + 2 * model.kv_lora_rank + model.qk_extra_head_dim
-    # Query, key, value, attention output, gate logits, gate and their product; a log-sum for each head.
-    return (latents + 2 * query + 5 * values) * element_bytes(model) + 4 * heads
-
-
-def _moe_bytes(config: Config) -> int:
-    """Of the routed and shared experts and the router, whose input is FP32; the combined rows' norm."""
-    model = config.model
-    shared = 3 * model.num_shared_experts * model.expert_ffn_size * element_bytes(model)
-    router = 4 * model.hidden_size + (4 + 4 + 1) * model.num_experts
-    return kept_bytes(config) + shared + router + 3 * model.latent_size * element_bytes(model)
-
-
-def _workspace(config: Config, cuts: list[range], stages: list[int], rows: RowPlan) -> int:
-    """Transient: the layer that is being recomputed, and the widest message with two gradients."""
-    model, tokens = config.model, tokens_per_microbatch(config)
-    kinds = layer_kinds(model)
-    layers: Iterator[int] = (layer_bytes(config, kinds[layer]) for stage in stages for layer in cuts[stage])
-    again = tokens * max(layers) if model.recompute == "layer" else 0
-    again += tokens * working_bytes(config)
+def _workspace(
+    config: Config, cuts: list[range], stages: Sequence[Stage], numbers: list[int], rows: RowPlan
+) -> int:
+    """Transient: what is being recomputed, and the widest message with two gradients."""
+    again = max(stage.workspace(recomputed(policy_of(config))) for stage in stages)
+    again += tokens_per_microbatch(config) * working_bytes(config)
     if rows.layout.pipeline == 1:
-        return again
-    borders = [border for stage in stages for border in (stage, stage + 1) if 0 < border < len(cuts)]
-    return again + 3 * max(map(rows.width, borders)) * row_bytes(config)
+        return int(again)
+    borders = [border for stage in numbers for border in (stage, stage + 1) if 0 < border < len(cuts)]
+    return int(again) + 3 * max(map(rows.width, borders)) * row_bytes(config)
 
 
 def _logits(config: Config) -> int:
-    """Logits, their FP32 copy and exponentials of each head pass, and the gradients of one."""
-    model = config.model
-    passes = 2 if model.mtp_layers else 1
-    kept, gradient = element_bytes(model) + 8, element_bytes(model) + 4
-    return tokens_per_microbatch(config) * vocab_rows(model) * (passes * kept + gradient)
+    """Of a pass through the head: logits and their FP32 copy, or the gradients of both; softmax is held."""
+    size = element_bytes(config.model) + FLOAT
+    return tokens_per_microbatch(config) * vocab_rows(config.model) * size
 
 
 def _counters(model: ModelConfig) -> int:

@@ -21,25 +21,28 @@ from parallel.pipeline.vision_fill import CapError
 from parallel.topology import Topology
 from parallel.zero2 import SLOTS
 
-from . import vision_shapes
+from . import activation_view, vision_shapes
+from .activation_policy import TOWER_LAYER, with_storage
 from .config import Config
 from .expert_plan import assumptions
-from .flops import forward_flops_per_token, train_flops_per_token
+from .flops import EFFICIENCY, TERA, forward_flops_per_token, train_flops_per_token
 from .gradient_plan import Gradients, costs_more, equal_chunks
 from .image_load import bundled, default_load, load_assumptions
-from .memory import Parts, gradient_ledgers, memory_for_plan, rank_memory, row_bytes, vision_bytes
+from .log.stacks import Series
+from .memory import gradient_ledgers, memory_for_plan, rank_memory, vision_bytes
+from .microbatch import row_bytes
 from .optim.groups import groups, total_flops
 from .schedule import (
-    EFFICIENCY,
-    TERA,
     Simulation,
     VisionPlan,
     attn_res_rows,
     layer_cuts,
     pipeline_table,
+    policy_costs,
     row_plan,
     simulation,
     stage_costs,
+    step_parts,
     vision_table,
 )
 from .shapes import active, count_by_kind, total
@@ -82,7 +85,7 @@ def plan(config: Config, world_size: int, simulated: Simulation | None = None) -
     model, length = config.model, config.data.sequence_length
     simulated = simulated or simulation(config, topology)
     timed = _in_seconds(config, topology, simulated)
-    cuts, table, parts = layer_cuts(config, topology), timed.timeline.table, _parts(timed)
+    cuts, table, parts = layer_cuts(config, topology), timed.timeline.table, step_parts(timed)
     rows = row_plan(config, topology, cuts, vee=table.layout.vee)
     buffers = SLOTS if config.parallel.zero == 2 else None
     check(table, rows=rows, buffers=buffers, transport=sum(map(len, table.ranks)) <= FULLY_CHECKED)
@@ -111,6 +114,9 @@ def plan(config: Config, world_size: int, simulated: Simulation | None = None) -
         "memory_bytes": [memory[rank // stage_ranks] for rank in range(world_size)],
         "memory_limit_bytes": int(config.cluster.memory_gib * 2**30),
         "gradients": _gradients(config, topology, gradient_ledgers(config, topology, cuts, table.layout)),
+        "activations": activation_view.describe(
+            config, cuts, table, rows, parts, policy_costs(config, topology, cuts, rows)
+        ),
         "traffic_bytes": {name: int(max(part[name] for part in traffic)) for name in traffic[0]},
         "pipeline": _pipeline(simulated, rows),
         "attn_res_rows": {**attn_res_rows(rows), "row_bytes": row_bytes(config)},
@@ -128,6 +134,13 @@ def plan(config: Config, world_size: int, simulated: Simulation | None = None) -
     }
 
 
+def step_series(config: Config, topology: Topology, simulated: Simulation) -> list[Series]:
+    """What each pipeline rank holds of activations behind each operation of a step in seconds."""
+    cuts, timeline = layer_cuts(config, topology), simulated.timeline
+    rows = row_plan(config, topology, cuts, vee=timeline.table.layout.vee)
+    return activation_view.planned_series(config, cuts, rows, timeline, step_parts(simulated))
+
+
 def _optimizer(config: Config, step_flops: float) -> dict[str, Any]:
     """The rule, and for Per-Head Muon its groups of parameters and the FLOPs of Newton-Schulz in a step."""
     if config.optim.name != "muon_per_head":
@@ -142,12 +155,13 @@ def _optimizer(config: Config, step_flops: float) -> dict[str, Any]:
 
 
 def recomputes_vision(config: Config, world_size: int) -> bool:
-    """Whether the fullest rank has no room for the tower's activations without `vision.recompute`.
+    """Whether the fullest rank has no room for the tower's activations unless its layers are run again.
 
     With the images of `image_load.default_load`. Places the tower only where a rank that held all of its
     activations at once would have no room. Raises what `plan` does.
     """
-    config = replace(config, vision=replace(config.vision, recompute=False))
+    kept = with_storage(config, {TOWER_LAYER: "keep"})
+    config = replace(config, offload=replace(config.offload, resolved=kept))
     topology, limit = layout_of(config, world_size), memory_for_plan(config)
     cuts, grids = layer_cuts(config, topology), default_load(config).grids
     rows, table = row_plan(config, topology, cuts), pipeline_table(config, topology)
@@ -173,11 +187,6 @@ def _in_seconds(config: Config, topology: Topology, simulated: Simulation) -> Si
     if simulated.unit == "s":
         return simulated
     return simulation(config, topology, schedule=simulated.schedule)
-
-
-def _parts(simulated: Simulation) -> Parts:
-    vision = simulated.vision
-    return bundled(vision.load.grids, vision.bundles) if vision else ()
 
 
 def _sizes(config: Config) -> dict[str, Any]:
@@ -305,7 +314,8 @@ def render(planned: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [summary]
     if planned["layout"]["pipeline"] > 1:
         parts += [_pipeline_table(planned["pipeline"]), _rows_table(planned["attn_res_rows"])]
-    parts += [_memory_table(planned), _traffic_table(planned)]
+    parts += [_memory_table(planned), *activation_view.render(planned["activations"])]
+    parts.append(_traffic_table(planned))
     if planned["optimizer"]["groups"]:
         parts.append(_groups_table(planned["optimizer"]))
     return Group(*parts, Text(notes, style="dim"))
@@ -328,6 +338,7 @@ def facts(planned: dict[str, Any]) -> dict[str, str]:
         "FLOPs": f"{_count(planned['flops']['per_token'])} for each token, forward and backward",
         "bubble": f"{pipeline['bubble_over_compute']:.1%} of compute, {pipeline['schedule']}"
         f" ((p - 1) / (v m) is {pipeline['bubble_of_equal_stages']:.1%})",
+        **activation_view.facts(planned["activations"]),
         **(_zero2_facts(planned["gradients"]) if layout["zero"] else {}),
         **(_vision_facts(pipeline) if "mode" in pipeline else {}),
     }

@@ -24,19 +24,18 @@ from parallel.pipeline.vision_fill import (
 )
 from parallel.topology import Topology, split_layers
 
+from .activation_ledger import stages as activation_stages
+from .activation_policy import LAYER, TOWER_LAYER, recomputes
+from .activation_time import Added, added
 from .config import Config
 from .errors import UserError
 from .expert_plan import pass_traffic
-from .flops import BACKWARD_OVER_FORWARD, layer_flops, output_flops
-from .image_load import ImageLoad, default_load
-from .memory import memory_for_plan, rank_memory, tokens_per_microbatch, vision_again, vision_kept
+from .flops import BACKWARD_OVER_FORWARD, EFFICIENCY, TERA, layer_flops, output_flops
+from .image_load import ImageLoad, bundled, default_load
+from .memory import Parts, memory_for_plan, rank_memory, vision_again, vision_kept
+from .microbatch import tokens_per_microbatch
 from .traffic import exchange_seconds, hop_seconds, moe_layers
 from .vision_shapes import Grid, image_cost
-
-EFFICIENCY = 0.4
-"""Share of a rank's peak that computation is to reach; public MoE runs on H100 end at 0.16 to 0.40."""
-
-TERA = 1e12
 
 WITHOUT_WEIGHTS = ("kda_core", "mla_core", "attn_res")
 """Sites of `flops.layer_flops` whose backward has next to no gradients of weights, which could wait."""
@@ -77,6 +76,12 @@ class Simulation:
     def schedule(self) -> str:
         """Name of the language model's order, without what vision adds to the table's."""
         return self.timeline.table.name.partition(" + ")[0]
+
+
+def step_parts(simulated: Simulation) -> Parts:
+    """Images of the table's vision operations; () where it has none."""
+    vision = simulated.vision
+    return bundled(vision.load.grids, vision.bundles) if vision else ()
 
 
 def layer_cuts(config: Config, topology: Topology) -> list[range]:
@@ -212,7 +217,7 @@ def _vision_rates(
         mean = sum(map(sum, work)) / len(work)
         return measured[0] / mean, measured[1] / mean
     second = 1 / (config.cluster.peak_tflops * TERA * EFFICIENCY)
-    return second, second * (BACKWARD_OVER_FORWARD + bool(config.vision.recompute))
+    return second, second * (BACKWARD_OVER_FORWARD + recomputes(config, TOWER_LAYER))
 
 
 def row_plan(config: Config, topology: Topology, cuts: list[range], *, vee: bool = False) -> RowPlan:
@@ -229,24 +234,55 @@ def stage_costs(config: Config, topology: Topology, cuts: list[range], rows: Row
     Every message takes as long as the widest one of `rows`, the configuration's own plan where left out.
     """
     rows = rows or row_plan(config, topology, cuts)
-    token_seconds = tokens_per_microbatch(config) / (config.cluster.peak_tflops * TERA * EFFICIENCY)
-    there, back = (
-        exchange_seconds(config, topology, sum(sent.values()))
-        for sent in pass_traffic(config, topology, tokens_per_microbatch(config))
-    )
-    back += there * (config.model.recompute == "layer")
-    layers = [moe_layers(config.model, cut) for cut in cuts]
-    forward, backward, weight = stage_flops(config, cuts)
+    forward, backward = base_costs(config, topology, cuts, layered=recomputes(config, LAYER))
+    extra = policy_costs(config, topology, cuts, rows)
+    *_, weight = stage_flops(config, cuts)
     return Costs(
-        forward=[token_seconds * work + n * there for work, n in zip(forward, layers, strict=True)],
-        backward=[token_seconds * work + n * back for work, n in zip(backward, layers, strict=True)],
-        weight=[token_seconds * work for work in weight],
+        forward=[time + more.coding + more.waits_out for time, more in zip(forward, extra, strict=True)],
+        backward=[
+            time + more.recompute + more.coding + more.waits_back
+            for time, more in zip(backward, extra, strict=True)
+        ],
+        weight=[_token_seconds(config) * work for work in weight],
         hop=hop_seconds(config, topology, max(map(rows.width, range(1, len(cuts))), default=0)),
     )
 
 
-def stage_flops(config: Config, cuts: list[range]) -> tuple[list[float], list[float], list[float]]:
-    """FLOPs of each stage for one token: forward, backward with recomputation, the weights' part of it."""
+def policy_costs(config: Config, topology: Topology, cuts: list[range], rows: RowPlan) -> list[Added]:
+    """What the policy of activations adds to each stage's operations."""
+    forward, backward = base_costs(config, topology, cuts, layered=recomputes(config, LAYER))
+    return added(config, cuts, rows, activation_stages(config, cuts, rows), forward, backward)
+
+
+def _token_seconds(config: Config) -> float:
+    """Of a FLOP of each token of a micro-batch."""
+    return tokens_per_microbatch(config) / (config.cluster.peak_tflops * TERA * EFFICIENCY)
+
+
+def base_costs(
+    config: Config, topology: Topology, cuts: list[range], *, layered: bool
+) -> tuple[list[float], list[float]]:
+    """Seconds of each stage's forward and backward; under `layered` its decoder layers are run again."""
+    token_seconds = _token_seconds(config)
+    there, back = (
+        exchange_seconds(config, topology, sum(sent.values()))
+        for sent in pass_traffic(config, topology, tokens_per_microbatch(config))
+    )
+    back += there * layered
+    layers = [moe_layers(config.model, cut) for cut in cuts]
+    flops, back_flops, _ = stage_flops(config, cuts, layered=layered)
+    forward = [token_seconds * work + n * there for work, n in zip(flops, layers, strict=True)]
+    backward = [token_seconds * work + n * back for work, n in zip(back_flops, layers, strict=True)]
+    return forward, backward
+
+
+def stage_flops(
+    config: Config, cuts: list[range], *, layered: bool = False
+) -> tuple[list[float], list[float], list[float]]:
+    """FLOPs of each stage for one token: forward, backward, the weights' part of it.
+
+    Under `layered` decoder layers are run again in backward.
+    """
     model, length = config.model, config.data.sequence_length
     sites = [[layer_flops(model, layer, length) for layer in cut] for cut in cuts]
     layers = [sum(sum(spent.values()) for spent in stage) for stage in sites]
@@ -255,16 +291,11 @@ def stage_flops(config: Config, cuts: list[range]) -> tuple[list[float], list[fl
         for stage in sites
     ]
     output = output_flops(model, length)
-    forward, repeated = list(layers), list(layers)
+    forward = list(layers)
     forward[-1] += sum(output.values())
     weight[-1] += sum(work for site, work in output.items() if site not in WITHOUT_WEIGHTS)
-    if model.mtp_layers:
-        # Its fusion and its head are not recomputed.
-        repeated[-1] += output["mtp"] - output["head"] - 4 * model.hidden_size**2
-    again = model.recompute == "layer"
     backward = [
-        BACKWARD_OVER_FORWARD * ahead + again * repeat
-        for ahead, repeat in zip(forward, repeated, strict=True)
+        BACKWARD_OVER_FORWARD * ahead + layered * again for ahead, again in zip(forward, layers, strict=True)
     ]
     return forward, backward, weight
 

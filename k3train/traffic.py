@@ -15,14 +15,8 @@ from parallel.topology import Topology
 from .config import Config, ModelConfig
 from .expert_plan import layer_traffic
 from .gradient_plan import bursts, local_numel, replicas
-from .memory import (
-    Parts,
-    features_bytes,
-    row_bytes,
-    stage_entries,
-    tokens_per_microbatch,
-    tower_parameters,
-)
+from .memory import Parts, features_bytes, stage_entries, tower_parameters
+from .microbatch import row_bytes, tokens_per_microbatch
 from .optim.layout import muon_traffic
 from .shapes import BYTES, Parameter, layer_kinds
 

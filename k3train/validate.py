@@ -10,17 +10,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import compatibility
+from . import compatibility, initial
+from .activation_checks import check_disk, check_policy
+from .checkpoint.folders import available
 from .config import Config, fixed_keys, flatten
 from .config_file import load_yaml
 from .errors import UserError
+from .quant.formats import BLOCK, FORMATS, ROUNDINGS
 
 Check = Callable[[Config, int], None]
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "run.device": ("auto", "cpu", "cuda"),
     "model.dtype": ("float32", "bfloat16"),
-    "model.recompute": ("none", "layer"),
     "model.mtp_layers": (0, 1),
     "model.backends.kda": ("auto", "fla", "chunk", "recurrent"),
     "model.backends.short_conv": ("auto", "fla", "shift", "reference"),
@@ -31,7 +33,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "vision.mode": ("bubbles", "inline", "phase"),
     "vision.attention": ("auto", "varlen", "sdpa", "reference"),
     "model.backends.linear": ("auto", "local", "te"),
-    "data.source": ("bundled", "indexed"),
+    "data.source": ("bundled", "indexed", "chat"),
+    "data.malformed": ("stop", "skip"),
+    "data.overlong": ("cut", "drop"),
     "optim.name": ("adamw", "muon", "muon_per_head"),
     "log.wandb": ("disabled", "offline", "online"),
     "parallel.zero": (0, 1, 2),
@@ -41,6 +45,11 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "parallel.expert.dispatcher": ("alltoall", "moonep"),
     "parallel.expert.policy": ("fill", "eplb", "none"),
     "parallel.expert.transport": ("auto", "collective", "peer"),
+    "quant.recipe": ("none", "mxfp4_qat"),
+    "quant.weight_format": tuple(FORMATS),
+    "quant.activation_format": ("none", *FORMATS),
+    "quant.scale_rounding": ROUNDINGS,
+    "quant.backend": ("auto", "triton", "reference"),
 }
 
 AT_LEAST: dict[str, float] = {
@@ -82,7 +91,8 @@ AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("parallel.expert.slots", "parallel.expert.eplb_every"), 1),
     "parallel.expert.eplb_copies": 0,
     "parallel.microbatch_group": 1,
-    "offload.window_mib": 1,
+    **dict.fromkeys(("offload.window_mib", "offload.inflight_mib", "offload.recompute_layers"), 1),
+    **dict.fromkeys(("offload.min_kib", "offload.host_gb", "offload.peer_gb", "offload.nvme_gb"), 0),
     **dict.fromkeys(("parallel.data", "optim.muon_steps", "eval.batches", "log.every"), 1),
     **dict.fromkeys(("cluster.nodes", "cluster.ranks_per_node", "cluster.gpus_per_node"), 1),
     **dict.fromkeys(("cluster.signal_seconds", "cluster.restarts"), 0),
@@ -91,7 +101,8 @@ AT_LEAST: dict[str, float] = {
 ABOVE_ZERO = (
     "model.routed_scaling_factor", "model.situ_beta", "model.situ_linear_beta", "model.norm_eps",
     "model.mla_norm_eps", "model.init_std", "optim.eps", "parallel.timeout_minutes", "cluster.peak_tflops",
-    "cluster.memory_gib", "cluster.link_gbps", "cluster.network_gbps",
+    "cluster.memory_gib", "cluster.link_gbps", "cluster.network_gbps", "cluster.memory_gbps",
+    "cluster.host_gbps", "cluster.nvme_write_gbps", "cluster.nvme_read_gbps",
     "vision.rope_theta", "vision.norm_eps", "vision.projector_norm_eps",
 )  # fmt: skip
 
@@ -100,10 +111,18 @@ BETWEEN: dict[str, tuple[float, float, bool]] = {
     "model.balance_ema": (0.0, 1.0, False),
     "optim.min_lr_ratio": (0.0, 1.0, True),
     "data.image_share": (0.0, 1.0, False),
+    "data.held_out": (0.0, 1.0, False),
     "optim.warmup_fraction": (0.0, 1.0, True),
     "optim.beta1": (0.0, 1.0, False),
     "optim.beta2": (0.0, 1.0, False),
     "optim.muon_momentum": (0.0, 1.0, False),
+}
+
+# Keys that one source alone reads.
+SOURCE_KEYS = {
+    "bundled": ("max_bytes",),
+    "indexed": ("train", "valid", "train_weights"),
+    "chat": ("path", "valid_path"),
 }
 
 MIN_FREE_BYTES = 64 << 20
@@ -117,10 +136,10 @@ def validate(config: Config, world_size: int, *, inputs: bool = True) -> None:
     """
     checks: list[Check] = [
         _numbers_are_finite, _choices, _ranges, _features, _pipeline, _offload, _ranks, _experts,
-        _model, _vision, _optim, _data, _cluster,
+        _model, _quant, _vision, _optim, _data, _cluster, check_policy,
     ]  # fmt: skip
     if inputs:
-        checks += [_tokenizer, _corpora, _run_folder, _same_run]
+        checks += [_initial, _tokenizer, _corpora, _run_folder, _same_run, check_disk]
     for check in checks:
         check(config, world_size)
 
@@ -219,8 +238,10 @@ def _offload(config: Config, world_size: int) -> None:
     if "nvme" not in (offload.gradients, offload.optimizer):
         return
     key = "gradients" if offload.gradients == "nvme" else "optimizer"
-    if not (offload.folder or "").strip():
-        _refuse(config, f"offload.{key}", "needs a disk: set offload.folder to a folder on a fast local one")
+    if not (offload.nvme_dir or "").strip():
+        _refuse(
+            config, f"offload.{key}", "needs a disk: set offload.nvme_dir to a folder on a fast local one"
+        )
 
 
 def _ranks(config: Config, world_size: int) -> None:
@@ -279,6 +300,16 @@ def _model(config: Config, world_size: int) -> None:
         )
 
 
+def _quant(config: Config, world_size: int) -> None:
+    model = config.model
+    if config.quant.recipe == "none":
+        return
+    for key, size in (("latent_size", model.latent_size), ("expert_ffn_size", model.expert_ffn_size)):
+        if size % BLOCK:
+            reason = f"must be a multiple of {BLOCK}, the block of quant.recipe={config.quant.recipe}"
+            _refuse(config, f"model.{key}", reason)
+
+
 def _vision(config: Config, world_size: int) -> None:
     vision = config.vision
     if vision.head_dim % 4:
@@ -295,7 +326,7 @@ def _vision(config: Config, world_size: int) -> None:
         )
     if not vision.enabled:
         return
-    if not config.data.images:
+    if not config.data.images and config.data.source != "chat":
         _refuse(
             config, "vision.enabled", "nothing would reach the tower; name data.images, or use vision=none"
         )
@@ -311,14 +342,13 @@ def _optim(config: Config, world_size: int) -> None:
 
 def _data(config: Config, world_size: int) -> None:
     data = config.data
-    if data.source == "bundled":
-        for key in ("train", "valid", "train_weights"):
-            if getattr(data, key):
-                _refuse(
-                    config, f"data.{key}", "is read with data=indexed only; add data=indexed or leave it out"
-                )
-    elif data.max_bytes is not None:
-        _refuse(config, "data.max_bytes", "cuts the bundled corpus only; leave it out with data=indexed")
+    for source, keys in SOURCE_KEYS.items():
+        for key in keys:
+            if data.source != source and getattr(data, key):
+                reason = f"is read with data={source} only; add data={source} or leave it out"
+                _refuse(config, f"data.{key}", reason)
+    if data.source == "chat" and data.images:
+        _refuse(config, "data.images", "with data=chat the chats name their images; leave it out")
     if data.images and not data.image_share:
         _refuse(config, "data.image_share", "no sample would have an image; leave data.images out instead")
     _weights(config, "train_weights", "train")
@@ -346,6 +376,8 @@ def _cluster(config: Config, world_size: int) -> None:
 
 def _corpora(config: Config, world_size: int) -> None:
     data = config.data
+    if data.source == "chat":
+        _chats(config)
     if data.source != "indexed":
         return
     remedies = {
@@ -357,6 +389,17 @@ def _corpora(config: Config, world_size: int) -> None:
             _refuse(config, f"data.{key}", f"name at least one prefix: {remedy}")
         for prefix in getattr(data, key):
             _corpus(config, f"data.{key}", prefix)
+
+
+def _chats(config: Config) -> None:
+    from .data.chat.source import named_files
+    from .data.tokenizer import chat_structure, load_tokenizer
+
+    data = config.data
+    chat_structure(load_tokenizer(data.tokenizer))
+    named_files(data.path, "data.path")
+    if data.valid_path:
+        named_files(data.valid_path, "data.valid_path")
 
 
 def _corpus(config: Config, key: str, prefix: str) -> None:
@@ -391,6 +434,16 @@ def _tokenizer(config: Config, world_size: int) -> None:
             "model.vocab_size",
             f"the tokenizer {data.tokenizer} needs at least {needed}; or leave it out",
         )
+
+
+def _initial(config: Config, world_size: int) -> None:
+    """Weights to start from; a run that goes on needs them no more."""
+    if config.init_from is None:
+        return
+    if Path(config.init_from).expanduser().resolve() == Path(config.run.dir).expanduser().resolve():
+        _refuse(config, "init_from", "is run.dir itself; a run that starts anew needs another run.dir")
+    if not (config.run.resume and available(Path(config.run.dir).expanduser() / "checkpoints")):
+        initial.check(config)
 
 
 def _run_folder(config: Config, world_size: int) -> None:

@@ -44,6 +44,3 @@ class VisionConfig:
     """Most patches of one item, all frames counted."""
     attention: str = "auto"
     """Backend of the tower's attention: auto, varlen, sdpa or reference."""
-    recompute: bool | None = None
-    """Keep only the input of each block of the tower and run the block again in backward. Derived: true where
-    the plan finds no room for the tower's activations in nine tenths of `cluster.memory_gib`."""

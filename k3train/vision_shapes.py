@@ -139,28 +139,3 @@ def image_cost(vision: VisionConfig, out_size: int, grid: Grid) -> float:
 def train_flops(vision: VisionConfig, out_size: int, grids: Iterable[Grid]) -> float:
     """FLOPs of forward and backward of all items; a recomputed forward is not counted."""
     return (1 + BACKWARD_OVER_FORWARD) * sum(image_cost(vision, out_size, grid) for grid in grids)
-
-
-def block_bytes_per_patch(vision: VisionConfig, element_bytes: int) -> int:
-    """Bytes that one block keeps for backward.
-
-    Both norms' inputs, outputs and statistics; q, k, v, the attention's output and its FP32 normaliser; the
-    FFN before and behind its activation.
-    """
-    elements = 4 * vision.hidden_size + 4 * attention_channels(vision) + 2 * vision.ffn_size
-    return elements * element_bytes + 4 * (vision.num_heads + 2)
-
-
-def activation_bytes(vision: VisionConfig, out_size: int, grid: Grid, element_bytes: int) -> int:
-    """Estimate of what one item keeps from its forward to the end of its backward, with the fast backends.
-
-    With `vision.recompute` the tower keeps the input of each block, and the block that runs again in full.
-    """
-    length, d = patches(grid), vision.hidden_size
-    merged = vision.merge**2 * d
-    block = block_bytes_per_patch(vision, element_bytes)
-    tower = block + vision.depth * d * element_bytes if vision.recompute else vision.depth * block
-    rotary = 4 * vision.head_dim
-    ends = (patch_values(vision) + d) * element_bytes
-    projector = tokens(vision, grid) * (3 * merged + out_size) * element_bytes
-    return length * (tower + rotary + ends) + projector

@@ -13,10 +13,13 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf, open_dict
 
+from k3train.activation_policy import TOWER_LAYER, policy_of, with_storage
 from k3train.config import Config
 from k3train.config_file import load_yaml, to_yaml
+from k3train.initial import follow
 from k3train.validate import validate
 
+from .activations import rules
 from .overrides import check_overrides, explain, parse
 
 __all__ = ["compose", "load_yaml", "ready", "resolve_layout", "to_yaml", "world_size"]
@@ -43,7 +46,9 @@ def compose(overrides: Sequence[str] = ()) -> Config:
         config = OmegaConf.to_object(tree)
     assert isinstance(config, Config)
     given = {override.key_or_group for override in parse(overrides)}
-    return _follow_vision(_follow_pipeline(config, given), given)
+    _follow_budget(config, given)
+    config.offload.resolved = rules(config, given)
+    return _follow_vision(_follow_pipeline(follow(config, given), given), given)
 
 
 def ready(overrides: Sequence[str], *, inputs: bool = True) -> Config:
@@ -52,10 +57,16 @@ def ready(overrides: Sequence[str], *, inputs: bool = True) -> Config:
     ranks = world_size(composed)
     config = resolve_layout(composed, ranks)
     validate(config, ranks, inputs=inputs)
-    if config.vision.enabled and config.vision.recompute is None:
+    if config.offload.budget_gb is not None:
+        from k3train.activation_plan import with_budget
+        from k3train.plan import layout_of
+
+        return with_budget(config, layout_of(config, ranks))
+    if config.vision.enabled and policy_of(config).pattern(TOWER_LAYER) is None:
         from k3train.plan import recomputes_vision
 
-        config.vision.recompute = recomputes_vision(config, ranks)
+        found = "recompute" if recomputes_vision(config, ranks) else "keep"
+        config.offload.resolved = with_storage(config, {TOWER_LAYER: found})
     return config
 
 
@@ -123,8 +134,16 @@ def _follow_pipeline(config: Config, given: set[str]) -> Config:
     return config
 
 
+def _follow_budget(config: Config, given: set[str]) -> None:
+    """A budget finds its own policy: a recipe's falls away, unless it was asked for."""
+    if config.offload.budget_gb is not None and "offload.policy" not in given:
+        config.offload.policy = "keep"
+
+
 def _follow_vision(config: Config, given: set[str]) -> Config:
-    """Without a tower a recipe's own images fall away, unless they were asked for."""
-    if not config.vision.enabled and given & {"vision", "vision.enabled"} and "data.images" not in given:
+    """Without a tower, or with chats, a recipe's own images fall away, unless they were asked for."""
+    without = not config.vision.enabled and given & {"vision", "vision.enabled"}
+    chats = config.data.source == "chat" and given & {"data", "data.source"}
+    if (without or chats) and "data.images" not in given:
         config.data.images = []
     return config

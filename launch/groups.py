@@ -1,4 +1,4 @@
-"""The groups of `conf/` and what each of their files is for. Reads the package's own files; no Hydra."""
+"""The groups of `conf/`, its policies of activations, and what each of their files is for. No Hydra."""
 
 from __future__ import annotations
 
@@ -6,12 +6,26 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
+POLICIES = "offload"
+"""The folder whose files are values of `offload.policy`, not parts of a configuration."""
+
 
 @cache
 def groups() -> dict[str, list[str]]:
     """Config group -> the options shipped in `conf/`."""
     folders = sorted(path for path in _root().iterdir() if path.is_dir() and not path.name.startswith("_"))
-    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+    return {folder.name: _options(folder) for folder in folders if folder.name != POLICIES}
+
+
+@cache
+def policies() -> list[str]:
+    """Policies of activations that are shipped in `conf/`."""
+    return _options(_root() / POLICIES)
+
+
+def policy_file(name: str) -> Path:
+    """The file of a shipped policy."""
+    return _root() / POLICIES / f"{name}.yaml"
 
 
 def summary(group: str, option: str) -> str:
@@ -23,6 +37,10 @@ def summary(group: str, option: str) -> str:
         if "@package" not in line:
             lines.append(line[1:].strip())
     return " ".join(lines)
+
+
+def _options(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 def _root() -> Path:

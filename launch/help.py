@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from .groups import groups, summary
+from .groups import groups, policies, summary
 from .schema import keys
 
 VERBS = {
@@ -12,7 +12,9 @@ VERBS = {
     "plan": "parameters, memory, traffic and step time of a configuration, without running it",
     "doctor": "what is installed here, what is used, and why not",
     "data prepare": "turn .jsonl, .txt and .parquet files into training data",
-    "sample": "continue text from a checkpoint",
+    "convert": "import released weights, export trained ones, verify either",
+    "data show": "print samples, with what is learnt in colour",
+    "sample": "continue text or answer in a chat, from a checkpoint",
     "report": "write a run's curves as one HTML page",
     "launch": "write a Slurm job or a Kubernetes manifest for a configuration",
 }
@@ -21,14 +23,18 @@ USAGE = {
     "train": "k3train train [-m] [OVERRIDE...]\n\n"
     "  -m, --multirun   one run after another over lists and ranges: optim.lr=1e-3,2e-3 run.seed=range(0,3)",
     "plan": "k3train plan [--json] [out=FOLDER] [costs=flops|uniform] [costs.from=RUN] [schedule=NAME] "
-    "[images=COUNTxROWSxCOLUMNS] [OVERRIDE...]\n\n  --json           one JSON object on standard output\n"
+    "[costs.tiers=FILE] [images=COUNTxROWSxCOLUMNS] [OVERRIDE...]\n\n"
+    "  --json           one JSON object on standard output\n"
     "  out=FOLDER       write the pipeline's timeline there: timeline.svg, .png, .html and .trace.json\n"
     "  costs=uniform    each chunk's forward takes 1 and its backward 2, instead of what their FLOPs take\n"
     "  costs.from=RUN   what operations took in a run, from its timeline.json\n"
+    "  costs.tiers=FILE bandwidths of host, peer and disk, from benchmarks/offload_tiers.py --json FILE\n"
     "  schedule=NAME    look at another order: gpipe, 1f1b, interleaved, zb1p, zbh2, zbv\n"
     "  images=4x64x48   the images of every micro-batch: here four of 64 x 48 patches",
     "doctor": "k3train doctor",
-    "sample": 'k3train sample RUN prompt="def " [tokens=200] [temperature=0.8] [top_p=0.95] [seed=0]',
+    "sample": 'k3train sample RUN prompt="def " [tokens=200] [temperature=0.8] [top_p=0.95] [seed=0]\n'
+    '       k3train sample RUN chat="2+3?" [system=TEXT] [effort=low|medium|high|max] [the same]\n\n'
+    '  chat=TEXT        what a user says, or a whole chat as JSON: {"messages": [..], "tools": [..]}',
     "report": "k3train report RUN...",
     "launch": "k3train launch slurm|kubernetes [--output FILE] [OVERRIDE...]\n\n"
     "  --output FILE    write the job there instead of to standard output",
@@ -39,6 +45,7 @@ TAKES_OVERRIDES = ("train", "plan", "launch")
 COMMON = (
     "run.dir", "run.steps", "run.seed", "run.microbatches", "run.resume", "checkpoint.every",
     "parallel.pipeline", "parallel.virtual", "parallel.expert.size", "parallel.data", "parallel.zero",
+    "offload.policy", "offload.budget_gb",
     "optim.lr", "log.wandb",
 )  # fmt: skip
 
@@ -57,9 +64,13 @@ def general() -> str:
 def verb(name: str) -> str:
     """`k3train VERB --help`."""
     if name == "data":
-        from .data import parser
+        from .data import help_text
 
-        return parser().format_help().rstrip()
+        return help_text()
+    if name == "convert":
+        from .convert import parsers
+
+        return "\n\n".join(each.format_help().rstrip() for each in parsers())
     text = f"usage: {USAGE[name]}\n\n{VERBS[name]}"
     return f"{text}\n\n{overrides()}" if name in TAKES_OVERRIDES else text
 
@@ -75,6 +86,7 @@ def overrides() -> str:
     options = "\n".join(
         f"  {name:<12}{', '.join(values)}" for name, values in groups().items() if name != "recipe"
     )
+    options += f"\n  {'offload.policy':<16}{', '.join(policies())}"
     common = "\n".join(_described(name) for name in COMMON)
     return (
         f"recipes (recipe=NAME)\n{recipes}\n\ngroups (GROUP=NAME)\n{options}\n\n"

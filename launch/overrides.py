@@ -75,13 +75,19 @@ def _checked(override: Override, own_options: bool) -> str:
     if key in groups() and not isinstance(override.value(), dict):
         if not own_options:
             _check_option(key, override.value())
-    elif _mapping_of(key):
-        return f"++{text.lstrip('+')}"
+    elif mapping := _mapping_of(key):
+        return _entry(text.lstrip("+"), key, mapping)
     elif key in sections():
         _check_section(text, key, override.value())
     elif key not in keys():
         raise UserError(f"{text}: no such key{closest(key, [*keys(), *groups()])}")
-    return text.lstrip("+")
+    return _listed(text.lstrip("+"), key, override.value())
+
+
+def _listed(text: str, key: str, value: object) -> str:
+    """A single name as a list of one, for a key that takes a list of them."""
+    single = key in keys() and keys()[key].hint == list[str] and isinstance(value, str)
+    return f"{key}=[{text.partition('=')[2]}]" if single and not str(value).startswith("$") else text
 
 
 def _check_option(group: str, option: object) -> None:
@@ -95,10 +101,17 @@ def _check_section(text: str, section: str, value: object) -> None:
         raise UserError(f"{text}: {section} is a section; set one of its keys, for example {example}=...")
 
 
-def _mapping_of(key: str) -> bool:
-    """Whether `key` takes a mapping, or lies inside one that does."""
-    names = (key, key.rpartition(".")[0])
-    return any(name in keys() and keys()[name].is_mapping for name in names)
+def _mapping_of(key: str) -> str | None:
+    """The key that takes a mapping and is `key`, or that `key` lies inside."""
+    return next(
+        (name for name in keys() if keys()[name].is_mapping and f"{key}.".startswith(f"{name}.")), None
+    )
+
+
+def _entry(text: str, key: str, mapping: str) -> str:
+    """An override of a mapping, or of one of its entries, whose name may have dots of its own."""
+    name = key.removeprefix(mapping).lstrip(".")
+    return f"++{mapping}={{{name}: {text.partition('=')[2]}}}" if "." in name else f"++{text}"
 
 
 def _one_line(error: Exception, overrides: list[Override]) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 from k3train.config import Config
 from k3train.errors import UserError
 from k3train.image_load import FORM, stated_load
+from k3train.log import stacks
 from k3train.log.timeline import Recording, median_costs, read, vision_seconds
-from k3train.plan import facts, layout_of, plan, render
+from k3train.plan import facts, layout_of, plan, render, step_series
 from k3train.schedule import Simulation, simulation
 from parallel.pipeline import draw
 from parallel.pipeline.vision_fill import INNER_PARTS, Progress
@@ -25,6 +26,7 @@ OPTIONS = {
     "out": "a folder",
     "costs": "flops or uniform",
     "costs.from": "a run folder",
+    "costs.tiers": "the JSON file of benchmarks/offload_tiers.py",
     "schedule": "a name",
     "images": FORM,
 }
@@ -37,12 +39,18 @@ LONG, LONG_FILL = 150_000, 60_000
 def main(arguments: Sequence[str]) -> int:
     """Print the plan, with --json as one JSON object; with out= also write the timeline's pictures."""
     options, overrides = _split([argument for argument in arguments if argument != "--json"])
+    if "costs.tiers" in options:
+        overrides += measured_tiers(Path(options["costs.tiers"]))
     config = ready(overrides, inputs=False)
     recording = _recording(config, options["costs.from"]) if "costs.from" in options else None
     with _patience(config) as progress:
         simulated = _simulation(config, options, recording, progress)
         result = plan(config, world_size(config), simulated)
-        written = _pictures(Path(options["out"]), simulated, result, recording) if "out" in options else []
+        written = (
+            _pictures(Path(options["out"]), simulated, result, recording, _memory(config, simulated))
+            if "out" in options
+            else []
+        )
     if "--json" in arguments:
         print(json.dumps(result))
         return 0
@@ -56,20 +64,60 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+TIER_KEYS = {
+    ("host", "out"): "host_gbps",
+    ("host", "in"): "host_gbps",
+    ("peer", "out"): "peer_gbps",
+    ("peer", "in"): "peer_gbps",
+    ("nvme", "out"): "nvme_write_gbps",
+    ("nvme", "in"): "nvme_read_gbps",
+}
+"""Of `cluster`, by tier and direction of the benchmark."""
+
+
+def measured_tiers(path: Path) -> list[str]:
+    """Overrides with the bandwidths of large parcels that `benchmarks/offload_tiers.py --json` found.
+
+    One key for both directions gets the slower one. Raises UserError where the file is something else.
+    """
+    try:
+        found = json.loads(path.read_text())
+        rows = [row for row in found["rows"] if row["large"]]
+        speeds = [(TIER_KEYS[row["tier"], row["direction"]], float(row["GB/s"])) for row in rows]
+    except OSError as error:
+        raise UserError(f"costs.tiers={path}: cannot be read ({error.strerror or error})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"costs.tiers={path}: has no figures of tiers; `python benchmarks/offload_tiers.py --json FILE` "
+            "writes them"
+        ) from error
+    keys = dict.fromkeys(key for key, _ in speeds)
+    return [f"cluster.{key}={min(speed for name, speed in speeds if name == key):.4g}" for key in keys]
+
+
 def _pictures(
-    folder: Path, simulated: Simulation, result: dict[str, Any], recording: Recording | None
+    folder: Path,
+    simulated: Simulation,
+    result: dict[str, Any],
+    recording: Recording | None,
+    memory: dict[str, stacks.Series],
 ) -> list[Path]:
     """Write the timeline's pictures; their paths. Raises UserError where the folder cannot be written."""
     timeline, unit = simulated.timeline, simulated.unit
     both = {"planned": timeline}
     if recording is not None:
         both["measured"] = recording.median_timeline()
+    held = stacks.svg(memory, float(timeline.makespan), unit=unit) if memory else ""
+    inline = stacks.svg(memory, float(timeline.makespan), unit=unit, inline=True) if memory else ""
+    more = {"activations held over the step": inline} if memory else {}
     contents = {
         "timeline.svg": draw.svg(timeline, unit=unit).encode(),
         "timeline.png": draw.png(timeline, unit=unit),
-        "timeline.html": draw.html(both, list(facts(result).items()), unit=unit).encode(),
+        "timeline.html": draw.html(both, list(facts(result).items()), unit=unit, more=more).encode(),
         "timeline.trace.json": json.dumps(draw.chrome_trace(timeline, unit=unit)).encode(),
     }
+    if memory:
+        contents["activations.svg"] = held.encode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():
@@ -77,6 +125,14 @@ def _pictures(
     except OSError as error:
         raise UserError(f"out={folder}: cannot be written ({error.strerror}); name another folder") from error
     return [folder / name for name in contents]
+
+
+def _memory(config: Config, simulated: Simulation) -> dict[str, stacks.Series]:
+    """What each pipeline rank holds over the step; nothing where chunks were taken as equal."""
+    if simulated.unit != "s":
+        return {}
+    found = step_series(config, layout_of(config, world_size(config)), simulated)
+    return {f"pipeline rank {rank}": series for rank, series in enumerate(found)}
 
 
 def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:

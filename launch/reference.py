@@ -9,7 +9,7 @@ from typing import Any
 
 from k3train.compatibility import markdown
 
-from .groups import groups, summary
+from .groups import POLICIES, groups, policies, summary
 from .schema import Key, keys, sections
 
 TARGET = Path("docs/configuration.md")
@@ -52,6 +52,7 @@ def _groups() -> str:
     lines = ["| choice | what it is |", "|---|---|"]
     for group, options in groups().items():
         lines += [f"| `{group}={option}` | {_cell(summary(group, option))} |" for option in options]
+    lines += [f"| `offload.policy={name}` | {_cell(summary(POLICIES, name))} |" for name in policies()]
     return "\n".join(lines) + "\n"
 
 

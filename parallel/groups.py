@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 from dataclasses import dataclass
 
 import torch
@@ -51,10 +50,11 @@ def initialize(topology: Topology, *, device: str = "auto", timeout_minutes: flo
     if world_size != topology.world_size:
         raise LayoutError(f"the layout needs {topology.world_size} ranks, {world_size} were started")
     place = _device(device)
-    if "MASTER_ADDR" not in os.environ:
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(_free_port())
+    # Alone, on a port that nothing has to know; the environment stays as it is for whatever starts next.
+    alone = "MASTER_ADDR" not in os.environ
     dist.init_process_group(
         "nccl" if place.type == "cuda" else "gloo",
+        store=dist.TCPStore("127.0.0.1", 0, 1, is_master=True) if alone else None,
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(minutes=timeout_minutes),
@@ -126,9 +126,3 @@ def _device(wanted: str) -> torch.device:
         raise LayoutError(f"local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()}")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -230,8 +230,7 @@ def names_something(word: str) -> bool:
 
 
 def is_free(key: str) -> bool:
-    parent = key.rpartition(".")[0]
-    return parent in keys() and keys()[parent].is_mapping
+    return any(key.startswith(f"{name}.") for name, entry in keys().items() if entry.is_mapping)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from k3train.activation_policy import LAYER, recomputes
 from k3train.config import Config
 from k3train.model.transformer_config import DTYPES
 from k3train.optim.build import build_optimizer
@@ -24,13 +25,14 @@ from k3train.optim.clip import clip_gradients, gradient_norm
 from parallel.groups import Groups
 
 
-class PlainStep:
-    """Forward, backward and update of one step, by megatron-core alone. No pipeline."""
+class PlainModel:
+    """Forward and backward of one step, by megatron-core alone. No pipeline."""
 
-    def __init__(self, config: Config, groups: Groups) -> None:
+    def __init__(self, config: Config, groups: Groups, **changes: Any) -> None:
+        """`changes`: fields of megatron-core's configuration."""
         self.config, self.groups = config, groups
         cuda = groups.device.type == "cuda"
-        settings = plain_config(config, cuda)
+        settings = plain_config(config, cuda, **changes)
         settings.finalize_model_grads_func = finalize_model_grads
         spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=cuda, vp_stage=None)
         assert config.model.vocab_size is not None
@@ -51,7 +53,6 @@ class PlainStep:
         self.model = DistributedDataParallel(
             settings, wrapper, model.to(groups.device), pg_collection=groups.pg_collection
         )
-        self.optimizer = build_optimizer(config, [self.model], groups.pg_collection)
         self.description = {
             "model": "GPTModel, MLA and MoE by Transformer Engine spec"
             if cuda
@@ -63,13 +64,11 @@ class PlainStep:
                 for key in ("num_moe_experts", "moe_router_topk", "moe_latent_size")
             },
         }
-        self._seconds: dict[str, list[float]] = {"forward_backward": [], "optimizer": []}
 
-    def __call__(self, batches: list[dict[str, Any]]) -> None:
+    def forward_backward(self, batches: list[dict[str, Any]]) -> None:
+        """All micro-batches, forward and back."""
         self.model.train()
         self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        start = self._now()
         forward_backward_no_pipelining(
             forward_step_func=_forward_step,
             data_iterator=iter(batches),
@@ -79,6 +78,20 @@ class PlainStep:
             micro_batch_size=self.config.data.micro_batch_size,
             pg_collection=self.groups.pg_collection,
         )
+
+
+class PlainStep(PlainModel):
+    """A whole step, with the update of the weights."""
+
+    def __init__(self, config: Config, groups: Groups) -> None:
+        super().__init__(config, groups)
+        self.optimizer = build_optimizer(config, [self.model], groups.pg_collection)
+        self._seconds: dict[str, list[float]] = {"forward_backward": [], "optimizer": []}
+
+    def __call__(self, batches: list[dict[str, Any]]) -> None:
+        self.optimizer.zero_grad()
+        start = self._now()
+        self.forward_backward(batches)
         middle = self._now()
         self.optimizer.prepare_grads()
         groups, sharded = self.groups, self.config.parallel.zero == 1
@@ -101,8 +114,8 @@ class PlainStep:
         return time.perf_counter()
 
 
-def plain_config(config: Config, cuda: bool) -> TransformerConfig:
-    """The same shape in megatron-core's words."""
+def plain_config(config: Config, cuda: bool, **changes: Any) -> TransformerConfig:
+    """The same shape in megatron-core's words, with `changes` to its fields."""
     model, parallel = config.model, config.parallel
     dtype = DTYPES[model.dtype]
     experts = bool(model.num_experts)
@@ -142,12 +155,13 @@ def plain_config(config: Config, cuda: bool) -> TransformerConfig:
         "apply_rope_fusion": False,
         "cuda_graph_modules": [],
     }
-    if model.recompute == "layer":
+    if recomputes(config, LAYER):
         shared |= {
             "recompute_granularity": "full",
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
+    shared |= changes
     if not cuda:
         return TransformerConfig(**shared)
     return MLATransformerConfig(

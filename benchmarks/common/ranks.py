@@ -9,6 +9,7 @@ from typing import Any
 
 from k3train.quiet import quiet
 from tests.dist.launch import WorkersFailed, run_workers
+from tests.parity.worker import leave
 
 FREE, FEWEST = 0.9, 3
 """A step on a core that the rank had for this share of its operations' time counts as undisturbed; fewer of
@@ -41,9 +42,11 @@ def undisturbed(core_shares: Sequence[float]) -> list[int]:
 
 
 def work(of: str, **arguments: Any) -> Any:
-    """One rank's call."""
+    """One rank's call; it need not leave its process groups."""
     import importlib
 
     quiet()
     module, _, function = of.partition(":")
-    return getattr(importlib.import_module(module), function)(**arguments)
+    answer = getattr(importlib.import_module(module), function)(**arguments)
+    leave()
+    return answer

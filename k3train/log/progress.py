@@ -29,9 +29,10 @@ class Progress:
         console: Console | None = None,
         every: int = 10,
         seconds: float = 5.0,
+        unit: str = "step",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`total` steps, `start` of them done before. Only the `writer` rank prints.
+        """`total` steps, or other units, `start` of them done before. Only the `writer` rank prints.
 
         `steps_shown=False` leaves messages only. Without a terminal a line is printed for the first and the
         last step and, in between, each `every` steps but no oftener than every `seconds`.
@@ -43,6 +44,7 @@ class Progress:
         self._console = console or Console()
         self._every = every
         self._seconds = seconds
+        self._unit = unit
         self._clock = clock
         self._times: deque[tuple[int, float]] = deque([(start, clock())], maxlen=WINDOW)
         self._printed_at = -float("inf")
@@ -73,7 +75,7 @@ class Progress:
             self._bar.update(self._task, completed=step, numbers=numbers)
         elif self._line_due(step):
             self._printed_at, self._printed_step = self._clock(), step
-            self._print(f"step {step}/{self._total}  {numbers}")
+            self._print(f"{self._unit} {step}/{self._total}  {numbers}")
 
     def message(self, text: str) -> None:
         """Print `text` as it is, above the bar."""

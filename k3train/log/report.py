@@ -19,13 +19,15 @@ import yaml
 from parallel.pipeline import draw
 from parallel.pipeline.simulate import DeadlockError
 
+from ..config_file import load_yaml
 from ..errors import UserError
-from . import events, metrics, timeline
+from . import activations, events, metrics, stacks, timeline
 from .charts import heat_figure, heat_map, panel_figure
 from .curves import Series, collect, short
 from .metrics import replace_file
 from .panels import AFTER_BALANCE, BEFORE_BALANCE, PANELS, Panel, sections
 from .progress import short_time
+from .stacks import NAMES
 
 RECENT = 50
 
@@ -98,6 +100,7 @@ def page(run: RunData) -> str:
             tiles(run),
             charts(run),
             pipeline(run),
+            held_activations(run),
             event_list(run),
             checkpoint_list(run),
             last_line(run),
@@ -322,6 +325,54 @@ def pipeline(run: RunData) -> str:
         f"median time of each operation; measured is the median of all recorded steps, and the picture the "
         f"step of median length.</p>{pictures}</section>"
     )
+
+
+def held_activations(run: RunData) -> str:
+    """Where a measured step held its activations, beside the plan of the run's configuration."""
+    steps = activations.read(run.folder)
+    if not steps:
+        return ""
+    step, measured = max(steps.items())
+    planned, span = planned_activations(run)
+    compared = activations.compare(planned, measured)
+    rows = [
+        (
+            NAMES.get(entry.place, entry.place),
+            size_text(entry.planned),
+            size_text(entry.measured),
+            f"{entry.ratio:.3f}" if entry.ratio is not None else "-",
+        )
+        for entry in compared
+    ]
+    shown = {"Planned": (dict(enumerate(planned)), span), "Measured": (measured, activations.span(measured))}
+    pictures = "".join(
+        f'<h3>{name}</h3><div class="timeline-wrap">'
+        f"{stacks.svg({f'pipeline rank {rank}': series for rank, series in found.items()}, end, inline=True)}"
+        "</div>"
+        for name, (found, end) in shown.items()
+        if found
+    )
+    head = ("Place", "Planned, at most", "Measured, at most", "Measured / planned")
+    return (
+        f'<section><h2>Activations</h2>{table(head, rows)}<p class="status">The most that any pipeline rank '
+        f"held behind an operation of step {step:,}; the plan has evenly loaded experts and whole documents."
+        f"</p>{pictures}</section>"
+    )
+
+
+def planned_activations(run: RunData) -> tuple[list[stacks.Series], float]:
+    """What each pipeline rank was to hold, and the step's length; nothing where it cannot be planned."""
+    from ..plan import layout_of, step_series
+    from ..schedule import simulation
+
+    try:
+        config = load_yaml(run.folder / "config.yaml")
+        ranks = run.summary.get("world_size") or config.cluster.nodes * (config.cluster.ranks_per_node or 1)
+        topology = layout_of(config, int(ranks))
+        simulated = simulation(config, topology)
+        return step_series(config, topology, simulated), float(simulated.timeline.makespan)
+    except (UserError, ValueError, DeadlockError):
+        return [], 0.0
 
 
 def event_list(run: RunData) -> str:

@@ -14,11 +14,14 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor, nn
 
+from offload.sites import named, region, site
+
 from ..ops.linear import local_modules
 from ..ops.packing import Packing
 from .attn_res import AttentionResidual, ResidualState
 from .layer import DecoderLayer
 from .linear import column_linear, project
+from .memo import LayerMemo
 from .moe import LatentMoE
 from .mtp import MultiTokenPrediction, mtp_targets
 from .norm import RMSNorm
@@ -120,21 +123,23 @@ class LanguageModelChunk(MegatronModule):
         """
         state = self._input_state(tokens, image_positions)
         valid_rows = None if valid is None else valid.transpose(0, 1)
-        for layer in self.layers.values():
-            state = layer(state, packing, valid_rows)
+        layers: list[Any] = list(self.layers.values())
+        together = self.config.recompute_layers
+        for first in range(0, len(layers), together):
+            state = _advance(layers[first : first + together], state, packing, valid_rows)
         if not self.post_process:
             return state.sources
-        mixed = self.output_res(state.sources)
-        logits = self._logits(self.final_norm(mixed))
+        mixed, normed = region("attn_res.mix", self._read_output, *state.sources)
         if labels is None:
-            return logits
-        losses = _token_losses(logits, labels)
+            return self._logits(normed)
+        losses = region("head", self._token_losses, normed, labels)
         if not self.config.k3.mtp_layers:
             return (losses,)
         assert loss_mask is not None
-        features = self.mtp(mixed, state.bank[0], packing, valid_rows)
         targets, mask = mtp_targets(labels, loss_mask, packing.document_ids)
-        return losses, _token_losses(self._logits(features), targets), mask
+        with site("mtp"):
+            features = self.mtp(mixed, state.bank[0], packing, valid_rows)
+            return losses, region("head", self._token_losses, features, targets), mask
 
     def _input_state(self, tokens: Tensor, image_positions: Tensor | None) -> ResidualState:
         if not self.pre_process:
@@ -149,8 +154,17 @@ class LanguageModelChunk(MegatronModule):
             embedded = flat.view_as(embedded)
         return ResidualState((), embedded.transpose(0, 1).contiguous())
 
+    def _read_output(self, *sources: Tensor) -> tuple[Tensor, Tensor]:
+        """The last mixture of the sources, [s, b, d] each, and its norm."""
+        mixed = self.output_res(sources)
+        return mixed, self.final_norm(mixed)
+
     def _logits(self, hidden_states: Tensor) -> Tensor:
         return project(self.head, hidden_states).transpose(0, 1).float()
+
+    def _token_losses(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy of each token: hidden_states [s, b, d], labels [b, s] to [b, s] FP32."""
+        return vocab_parallel_cross_entropy(self._logits(hidden_states).contiguous(), labels)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -172,6 +186,20 @@ class LanguageModelChunk(MegatronModule):
         return [(name, mlp) for name, mlp in named if isinstance(mlp, LatentMoE)]
 
 
-def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each token: logits [b, s, v], labels [b, s] to [b, s] FP32."""
-    return vocab_parallel_cross_entropy(logits.contiguous(), labels)
+def _advance(
+    layers: list[DecoderLayer], state: ResidualState, packing: Packing, valid: Tensor | None
+) -> ResidualState:
+    """`state` behind some neighbouring layers, which may be run again together."""
+    memos = [LayerMemo() for _ in layers]
+    kept = layers[0].kept(state)
+    known = len(kept)
+
+    def run(*sources: Tensor) -> tuple[Tensor, ...]:
+        after = ResidualState(sources[:-1], sources[-1])
+        for layer, memo in zip(layers, memos, strict=True):
+            after = layer(after, packing, valid, memo)
+        return after.sources[known:]
+
+    named("attn_res.bank", *kept)
+    made = region("layer", run, *state.sources, keep_results=True)
+    return ResidualState((*kept, *made[:-1]), made[-1])

@@ -7,6 +7,7 @@ s sequence, b batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -15,6 +16,7 @@ from megatron.core.transformer.moe.moe_utils import unpermute
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor, nn
 
+from offload.sites import named, region, site
 from parallel.moonep.dispatcher import MoonEPDispatcher
 from parallel.moonep.layer import MoonEP, Routed
 from parallel.moonep.plan import FILL, NONE, Eplb, Policy
@@ -22,7 +24,7 @@ from parallel.moonep.plan import FILL, NONE, Eplb, Policy
 from ..config import ExpertConfig
 from ..ops.backends import current_device
 from .experts import LatentExpertMath, RoutedExperts
-from .router import RoutingMemo
+from .memo import LayerMemo
 from .transformer_config import K3TransformerConfig
 
 
@@ -45,16 +47,16 @@ class LatentDispatcher(MoEAlltoAllTokenDispatcher):
 
     def combine_postprocess(self, rows: Tensor) -> Tensor:
         """Weight and sum rows [t * k, l] into tokens [s, b, l], in FP32, then round once."""
-        combined = unpermute(
-            rows.float(),
-            self.reversed_local_input_permutation_mapping,
-            restore_shape=self.hidden_shape_before_permute,
-            probs=self.probs,
+        # By value: under recompute this runs again when the dispatcher has long been busy with other tokens.
+        weigh = partial(
+            _weighted_sums,
+            order=self.reversed_local_input_permutation_mapping,
+            shape=self.hidden_shape_before_permute,
             routing_map=self.routing_map,
         )
-        return combined.to(rows.dtype).view(self.hidden_shape)
+        return region("moe.combine", weigh, rows, self.probs).view(self.hidden_shape)
 
-    def plan(self, choice: Tensor, memo: RoutingMemo | None, *, counted: bool = True) -> Tensor:
+    def plan(self, choice: Tensor, memo: LayerMemo | None, *, counted: bool = True) -> Tensor:
         """Nothing to plan: the choice itself."""
         return choice
 
@@ -75,13 +77,22 @@ class LatentDispatcher(MoEAlltoAllTokenDispatcher):
             meanwhile: work that waits for none of this; its value is handed through.
         """
         shape = choice.shape[0], self.config.num_moe_experts
-        probs = weights.new_zeros(shape).scatter(-1, choice, weights)
-        routing_map = torch.zeros(shape, dtype=torch.bool, device=choice.device).scatter(-1, choice, True)
-        rows, unused = self.dispatch_preprocess(latent, routing_map, probs)
-        rows, unused = self.token_dispatch(rows, unused)
-        rows, rows_per_expert, _ = self.dispatch_postprocess(rows, unused)
+        with site("moe.dispatch"):
+            probs = weights.new_zeros(shape).scatter(-1, choice, weights)
+            routing_map = torch.zeros(shape, dtype=torch.bool, device=choice.device).scatter(-1, choice, True)
+            rows, unused = self.dispatch_preprocess(latent, routing_map, probs)
+            rows, unused = self.token_dispatch(rows, unused)
+            rows, rows_per_expert, _ = self.dispatch_postprocess(rows, unused)
         rows = self.combine_preprocess(experts(rows, rows_per_expert))
         return self.combine_postprocess(self.token_combine(rows)), meanwhile()
+
+
+def _weighted_sums(
+    rows: Tensor, probs: Tensor, *, order: Tensor, shape: torch.Size, routing_map: Tensor
+) -> Tensor:
+    """Each token's rows [t * k, l] weighted by probs [t, E], summed in FP32: `shape` [t, l], rounded once."""
+    sums = unpermute(rows.float(), order, restore_shape=shape, probs=probs, routing_map=routing_map)
+    return sums.to(rows.dtype)
 
 
 class BalancedDispatcher(MoonEPDispatcher):
@@ -104,11 +115,12 @@ class BalancedDispatcher(MoonEPDispatcher):
             pad=config.expert_pad,
             # Ranks of a group have micro-batches of one shape.
             equal_tokens=True,
+            codec=config.expert_codec(),
         )
         super().__init__(moonep, config, pg_collection)
         self.math = LatentExpertMath(config)
 
-    def plan(self, choice: Tensor, memo: RoutingMemo | None, *, counted: bool = True) -> Routed:
+    def plan(self, choice: Tensor, memo: LayerMemo | None, *, counted: bool = True) -> Routed:
         """Start to plan; under recompute the second pass follows the first one's plan. choice [t, k].
 
         `counted`: for the step's numbers, as training is and evaluation is not.
@@ -135,7 +147,9 @@ class BalancedDispatcher(MoonEPDispatcher):
         first, second = experts.weights()
         self.moonep.send(tokens, routed, first, second)
         value = meanwhile()
-        mixed = self.moonep(tokens, weights, routed, self.math, first, second)
+        named("moe.dispatch_input", tokens)
+        with site("moe.experts"):
+            mixed = self.moonep(tokens, weights, routed, self.math, first, second)
         return mixed.view_as(latent), value
 
     def memory(self) -> dict[str, Tensor]:

@@ -16,7 +16,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor, nn
 
-from parallel.moonep.experts import Segments, activate_backward
+from offload.sites import region, site
+from parallel.moonep import EXACT, Segments, activate_backward
 from parallel.moonep.plan.place import dealt, inverse
 
 from ..ops import grouped
@@ -46,21 +47,31 @@ class RoutedExperts(Protocol):
 
 
 class SequentialExperts(SequentialMLP):
-    """The local experts one after another; outputs are not weighted here."""
+    """The local experts one after another; outputs are not weighted here.
+
+    Their own linear layers see nothing of a codec: with one, they are grouped products.
+    """
+
+    config: K3TransformerConfig
 
     def forward(self, rows: Tensor, rows_per_expert: Tensor) -> Tensor:  # type: ignore[override]
         """rows [n, l], sorted by expert, to [n, l]."""
+        if self.config.expert_codec() is not EXACT:
+            activation = self.local_experts[0].activation_func
+            return _grouped(self.config, self.weights(), activation, rows, rows_per_expert)
         counts = rows_per_expert.tolist()
-        gate_up = self._project("linear_fc1", rows, counts)
+        gate_up = region("moe.dispatch_input", partial(self._project, "linear_fc1", counts), rows)
         # The activation has no weights: one call over all experts' rows instead of one each.
-        return self._project("linear_fc2", self.local_experts[0].activation_func(gate_up), counts)
+        activated = region("moe.activation", self.local_experts[0].activation_func, gate_up)
+        with site("moe.experts"):
+            return self._project("linear_fc2", counts, activated)
 
     def weights(self) -> tuple[list[Tensor], list[Tensor]]:
         """See `RoutedExperts.weights`."""
         experts = self.local_experts
         return [each.linear_fc1.weight for each in experts], [each.linear_fc2.weight for each in experts]
 
-    def _project(self, linear: str, rows: Tensor, counts: list[int]) -> Tensor:
+    def _project(self, linear: str, counts: list[int], rows: Tensor) -> Tensor:
         pieces = rows.split(counts)
         experts = zip(self.local_experts, pieces, strict=True)
         return torch.cat([project(getattr(expert, linear), piece) for expert, piece in experts])
@@ -76,11 +87,7 @@ class GroupedExperts(TEGroupedMLP):
 
     def forward(self, rows: Tensor, rows_per_expert: Tensor) -> Tensor:  # type: ignore[override]
         """rows [n, l], sorted by expert, to [n, l]."""
-        segments = grouped.Segments.of(rows_per_expert.tolist(), rows.device)
-        backend = self.config.k3.backends.grouped
-        first, second = self.weights()
-        gate_up = grouped.grouped_linear(rows, first, segments, backend=backend)
-        return grouped.grouped_linear(self.activation_func(gate_up), second, segments, backend=backend)
+        return _grouped(self.config, self.weights(), self.activation_func, rows, rows_per_expert)
 
     def weights(self) -> tuple[list[Tensor], list[Tensor]]:
         """See `RoutedExperts.weights`."""
@@ -92,12 +99,34 @@ class GroupedExperts(TEGroupedMLP):
         return first, second
 
 
+def _grouped(
+    config: K3TransformerConfig,
+    weights: tuple[list[Tensor], list[Tensor]],
+    activation: Callable[[Tensor], Tensor],
+    rows: Tensor,
+    rows_per_expert: Tensor,
+) -> Tensor:
+    """rows [n, l], sorted by expert, through grouped products, as the codec lets them see all: [n, l]."""
+    codec, (first, second) = config.expert_codec(), weights
+    multiply = partial(
+        grouped.grouped_linear,
+        segments=grouped.Segments.of(rows_per_expert.tolist(), rows.device),
+        seen=codec.weights,
+        backend=config.k3.backends.grouped,
+    )
+    # What a product sees is what it keeps: rounding is a part of the region before it.
+    gate_up = region("moe.dispatch_input", lambda rows: multiply(codec.rows(rows), first), rows)
+    activated = region("moe.activation", lambda gate_up: codec.rows(activation(gate_up)), gate_up)
+    with site("moe.experts"):
+        return multiply(activated, second)
+
+
 class LatentExpertMath:
     """Products and activation of the experts for `parallel.moonep`, see its `ExpertMath`."""
 
     def __init__(self, config: K3TransformerConfig) -> None:
         self.activation = SiTUGLU(config=config)
-        self.backend = config.k3.backends.grouped
+        self.backend, self.codec = config.k3.backends.grouped, config.expert_codec()
         self._last: tuple[Segments, grouped.Segments] | None = None
 
     def multiply(self, rows: Tensor, weights: Sequence[Tensor], segments: Segments) -> Tensor:
@@ -113,15 +142,14 @@ class LatentExpertMath:
         return grouped.weight_gradients(grad, rows, self._grouped(segments), backend=self.backend)
 
     def activate(self, gate_up: Tensor) -> Tensor:
-        """[n, 2 f] to [n, f]."""
-        activated: Tensor = self.activation(gate_up)
-        return activated
+        """[n, 2 f] to what the second product sees, [n, f]."""
+        return self.codec.rows(self.activation(gate_up))
 
     def activate_backward(
         self, gate_up: Tensor, grad: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `parallel.moonep.experts.activate_backward`."""
-        return activate_backward(self.activation, gate_up, grad, weights)
+        return activate_backward(self.activation, gate_up, grad, weights, self.codec.rows)
 
     def _grouped(self, segments: Segments) -> grouped.Segments:
         """The same object for all products of a wave: it keeps what it works out."""

@@ -7,16 +7,20 @@ H heads, D head width, C = H * D channels.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
+from offload.sites import region, site
+
 from ..ops.kda import delta_attention
 from ..ops.packing import Packing
 from ..ops.short_conv import short_conv
 from .linear import column_linear, project, row_linear
+from .memo import LayerMemo
 from .norm import RMSNorm
 from .transformer_config import K3TransformerConfig
 
@@ -69,21 +73,40 @@ class KimiDeltaAttention(MegatronModule):
         device = None if not torch.cuda.is_available() else torch.cuda.current_device()
         return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=device))
 
-    def forward(self, hidden_states: Tensor, packing: Packing) -> Tensor:
-        """Mix tokens of each document. hidden_states and result: [s, b, d]."""
+    def forward(self, hidden_states: Tensor, packing: Packing, memo: LayerMemo | None = None) -> Tensor:
+        """Mix tokens of each document. hidden_states and result: [s, b, d]; `memo` is taken to match MLA."""
         x = hidden_states.transpose(0, 1)  # [b, s, d]
-        backends = self.config.k3.backends
-        q, k, v = (
-            self._heads(short_conv(project(proj, x), conv, packing, backend=backends.short_conv))
-            for proj, conv in (
-                (self.q_proj, self.q_conv),
-                (self.k_proj, self.k_conv),
-                (self.v_proj, self.v_conv),
-            )
-        )  # [b, s, H, D]
-        decay_logits = self._heads(project(self.f_b_proj, project(self.f_a_proj, x)))  # [b, s, H, D]
-        beta = torch.sigmoid(project(self.b_proj, x).float())  # [b, s, H]
-        mixed = delta_attention(
+        qkv = region("kda.input", self._project, x)
+        q, k, v = region("kda.qkv", partial(self._convolve, packing), *qkv)
+        decay_logits, beta = region("kda.decay", self._decay, x)
+        mixed = region("kda.core", partial(self._attend, packing), q, k, v, decay_logits, beta)
+        gate_logits = region("kda.gate_input", partial(project, self.g_proj), x)
+        gated = region("kda.gate", self._gate, gate_logits, mixed)
+        with site("kda.output"):
+            return project(self.o_proj, gated).transpose(0, 1)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v of x [b, s, d] before their convolutions, [b, s, C] each."""
+        return tuple(project(proj, x) for proj in (self.q_proj, self.k_proj, self.v_proj))
+
+    def _convolve(self, packing: Packing, *qkv: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v [b, s, C] to [b, s, H, D]."""
+        backend = self.config.k3.backends.short_conv
+        filters = (self.q_conv, self.k_conv, self.v_conv)
+        return tuple(
+            self._heads(short_conv(x, taps, packing, backend=backend))
+            for x, taps in zip(qkv, filters, strict=True)
+        )
+
+    def _decay(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Decay logits [b, s, H, D] and beta [b, s, H]."""
+        logits = self._heads(project(self.f_b_proj, project(self.f_a_proj, x)))
+        return logits, torch.sigmoid(project(self.b_proj, x).float())
+
+    def _attend(
+        self, packing: Packing, q: Tensor, k: Tensor, v: Tensor, decay_logits: Tensor, beta: Tensor
+    ) -> Tensor:
+        return delta_attention(
             q,
             k,
             v,
@@ -93,11 +116,13 @@ class KimiDeltaAttention(MegatronModule):
             self.dt_bias,
             lower_bound=self.config.k3.gate_lower_bound,
             packing=packing,
-            backend=backends.kda,
-        )  # [b, s, H, D]
-        gate = torch.sigmoid(self._heads(project(self.g_proj, x)))
-        gated = gate * self.o_norm(mixed).to(gate.dtype)
-        return project(self.o_proj, gated.flatten(2)).transpose(0, 1)
+            backend=self.config.k3.backends.kda,
+        )
+
+    def _gate(self, logits: Tensor, mixed: Tensor) -> Tensor:
+        """Logits [b, s, C] and mixed [b, s, H, D] to the normed and gated [b, s, C]."""
+        gate = torch.sigmoid(self._heads(logits))
+        return (gate * self.o_norm(mixed).to(gate.dtype)).flatten(2)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, self.head_dim))

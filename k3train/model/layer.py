@@ -8,15 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
+from offload.sites import named, region
+
 from ..ops.packing import Packing
 from .attn_res import AttentionResidual, ResidualState
+from .memo import LayerMemo
 from .norm import RMSNorm
-from .router import RoutingMemo
 from .transformer_config import K3TransformerConfig
 
 
@@ -55,31 +56,38 @@ class DecoderLayer(MegatronModule):
             # With one source there is nothing to mix: the site exists in checkpoints, but is never read.
             self.attention_res.requires_grad_(False)
 
-    def forward(self, state: ResidualState, packing: Packing, valid: Tensor | None) -> ResidualState:
-        """Advance the residual state by one layer; `valid` [s, b] is False for padding."""
-        if self.config.k3.recompute == "layer" and self.training:
-            memo = RoutingMemo()
-            running = checkpoint(
-                lambda *sources: self._running(sources, packing, valid, memo), False, *state.sources
-            )
-        else:
-            running = self._running(state.sources, packing, valid)
-        return ResidualState(state.sources if self.starts_block else state.bank, running)
+    def kept(self, state: ResidualState) -> tuple[Tensor, ...]:
+        """The bank behind this layer, [s, b, d] each: what `state` has of it already."""
+        return state.sources if self.starts_block else state.bank
 
-    def _running(
+    def forward(
         self,
-        sources: tuple[Tensor, ...],
+        state: ResidualState,
         packing: Packing,
         valid: Tensor | None,
-        memo: RoutingMemo | None = None,
-    ) -> Tensor:
-        """The running sum after this layer, [s, b, d]; sources are the bank and the sum before it."""
-        *bank, running = sources
-        mixed = self.attention_res(sources) if bank else running
-        attended = self.self_attention(self.input_norm(mixed), packing)
-        if self.starts_block:
-            bank, running = list(sources), attended
-        else:
-            running = running + attended
-        output, _ = self.mlp(self.post_norm(self.mlp_res((*bank, running))), valid, memo)
-        return running + output
+        memo: LayerMemo | None = None,
+    ) -> ResidualState:
+        """Advance the residual state by one layer.
+
+        Args:
+            valid: [s, b], False for padding.
+            memo: the same in each pass over these tokens.
+        """
+        memo = memo or LayerMemo()
+        bank, running = self.kept(state), state.running
+        named("attn_res.bank", *bank)
+        attended = self.self_attention(
+            region("attn_res.mix", self._read_first, *state.sources), packing, memo
+        )
+        running = attended if self.starts_block else running + attended
+        mixed = region("attn_res.mix", self._read_second, *bank, running)
+        output, _ = self.mlp(mixed, valid, memo)
+        return ResidualState(bank, running + output)
+
+    def _read_first(self, *sources: Tensor) -> Tensor:
+        """What the attention reads of the sources, [s, b, d] each."""
+        return self.input_norm(self.attention_res(sources) if len(sources) > 1 else sources[0])  # type: ignore[no-any-return]
+
+    def _read_second(self, *sources: Tensor) -> Tensor:
+        """What the feed-forward sublayer reads."""
+        return self.post_norm(self.mlp_res(sources))  # type: ignore[no-any-return]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from .transformer_config import K3TransformerConfig
 
@@ -50,6 +53,26 @@ def row_linear(
     )
 
 
-def project(linear: nn.Module, x: Tensor) -> Tensor:
+def project(module: nn.Module, x: Tensor) -> Tensor:
     """Apply a megatron-core linear, which returns its output and an unused bias."""
-    return linear(x)[0]
+    return module(x)[0]
+
+
+def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    """x [t, i] by weight [o, i] in FP32: [t, o]. Keeps neither's FP32 copy for backward."""
+    output: Tensor = _LinearFP32.apply(x, weight)
+    return output
+
+
+class _LinearFP32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return linear(x.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        (grad,) = grads
+        grad_x, grad_weight = grad.mm(weight.float()), grad.t().mm(x.float())
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype)

@@ -8,16 +8,20 @@ heads and never rotated; the softmax scale counts them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
+from offload.sites import region, site
+
 from ..ops.attention import causal_attention
 from ..ops.attention.largest_logit import largest_logits
 from ..ops.packing import Packing
 from .linear import column_linear, project, row_linear
+from .memo import LayerMemo
 from .norm import RMSNorm
 from .transformer_config import K3TransformerConfig
 
@@ -67,28 +71,50 @@ class GatedMLA(MegatronModule):
             # Of each head in the training steps since the last reset, as far as it is above the bound.
             self.register_buffer("largest_logit", torch.zeros(heads), persistent=False)
 
-    def forward(self, hidden_states: Tensor, packing: Packing) -> Tensor:
-        """Attend inside each document. hidden_states and result: [s, b, d]."""
-        model = self.config.k3
+    def forward(self, hidden_states: Tensor, packing: Packing, memo: LayerMemo | None = None) -> Tensor:
+        """Attend inside each document. hidden_states and result: [s, b, d]; `memo`: see `LayerMemo`."""
         x = hidden_states.transpose(0, 1)  # [b, s, d]
-        query = project(self.q_b_proj, self.q_a_norm(project(self.q_a_proj, x)))
-        query = query.unflatten(-1, (model.num_heads, self.query_width))  # [b, s, H, N + X]
-        latent, extra = project(self.kv_a_proj, x).split(
-            (model.kv_lora_rank, model.qk_extra_head_dim), dim=-1
-        )
+        query_latent, key_latent = region("mla.input", self._project, x)
+        query = region("mla.query", self._query, query_latent)
+        key, value = region("mla.key", self._key_value, key_latent)
+        memo = memo or LayerMemo()
+        if self.config.logit_bound and self.training and torch.is_grad_enabled() and not memo.has_logits:
+            self._keep_largest(query, key, packing)
+            memo.has_logits = True
+        attended = region("mla.core", partial(self._attend, packing), query, key, value)
+        gate_logits = region("mla.gate_input", partial(project, self.g_proj), x)
+        gated = region("mla.gate", self._gate, gate_logits, attended)
+        with site("mla.output"):
+            return project(self.o_proj, gated).transpose(0, 1)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The latents of queries, and of keys and values, of x [b, s, d]."""
+        return project(self.q_a_proj, x), project(self.kv_a_proj, x)
+
+    def _query(self, latent: Tensor) -> Tensor:
+        """[b, s, H, N + X]."""
+        query = project(self.q_b_proj, self.q_a_norm(latent))
+        return query.unflatten(-1, (self.config.k3.num_heads, self.query_width))
+
+    def _key_value(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [b, s, H, N + X] and values [b, s, H, V]."""
+        model = self.config.k3
+        latent, extra = latent.split((model.kv_lora_rank, model.qk_extra_head_dim), dim=-1)
         expanded = project(self.kv_b_proj, self.kv_a_norm(latent))
         expanded = expanded.unflatten(-1, (model.num_heads, -1))  # [b, s, H, N + V]
         nope, value = expanded.split((model.qk_nope_head_dim, model.v_head_dim), dim=-1)
         extra = extra.unsqueeze(2).expand(-1, -1, model.num_heads, -1)  # [b, s, H, X]
-        key = torch.cat((nope, extra), dim=-1)
-        # Under recompute only the second pass runs with gradients, so each token counts once.
-        if self.config.logit_bound and self.training and torch.is_grad_enabled():
-            self._keep_largest(query, key, packing)
-        attended = causal_attention(
-            query, key, value, scale=self.scale, packing=packing, backend=model.backends.attention
-        )  # [b, s, H, V]
-        gated = torch.sigmoid(project(self.g_proj, x)) * attended.flatten(2).to(x.dtype)
-        return project(self.o_proj, gated).transpose(0, 1)
+        # A copy: kept as a view for backward, the values would hold the keys' part in memory.
+        return torch.cat((nope, extra), dim=-1), value.contiguous()
+
+    def _attend(self, packing: Packing, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[b, s, H, V]."""
+        backend = self.config.k3.backends.attention
+        return causal_attention(query, key, value, scale=self.scale, packing=packing, backend=backend)
+
+    def _gate(self, logits: Tensor, attended: Tensor) -> Tensor:
+        """[b, s, H * V]."""
+        return torch.sigmoid(logits) * attended.flatten(2).to(logits.dtype)
 
     def _keep_largest(self, query: Tensor, key: Tensor, packing: Packing) -> None:
         """Raise each head's largest logit of the step, where QK-Clip may need it; [b, s, H, N + X]."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,19 +16,21 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, ExpertsBuilder
 from torch import Tensor
 
+from offload.sites import region, site
 from parallel.moonep.plan.place import dealt
 
 from ..ops.backends import current_device
 from .dispatch import BalancedDispatcher, build_dispatcher
 from .experts import name_globally
 from .linear import column_linear, project, row_linear
+from .memo import LayerMemo
 from .norm import RMSNorm
-from .router import QuantileRouter, RoutingMemo
+from .router import QuantileRouter, Routing
 from .transformer_config import K3TransformerConfig
 
 
 class GatedFFN(MLP):
-    """megatron-core's MLP with SiTU-GLU, of an inner width of its own."""
+    """megatron-core's MLP with SiTU-GLU, of an inner width of its own; `name` is that of its sites."""
 
     def __init__(
         self,
@@ -35,17 +38,22 @@ class GatedFFN(MLP):
         submodules: MLPSubmodules,
         ffn_size: int,
         pg_collection: ProcessGroupCollection,
+        name: str = "ffn",
     ) -> None:
         # MLP reads the inner width of its second projection from the configuration.
         own = copy.copy(config)
         own.ffn_hidden_size = ffn_size
         super().__init__(own, submodules, ffn_hidden_size=ffn_size, tp_group=pg_collection.tp)
+        self.name = name
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, valid: Tensor | None = None, memo: RoutingMemo | None = None
+        self, hidden_states: Tensor, valid: Tensor | None = None, memo: LayerMemo | None = None
     ) -> tuple[Tensor, None]:
         """hidden_states [s, b, d] to [s, b, d]; `valid` and `memo` are taken to match LatentMoE."""
-        return super().forward(hidden_states)
+        gate_up = region(f"{self.name}.input", partial(project, self.linear_fc1), hidden_states)
+        activated = region(f"{self.name}.activation", self.activation_func, gate_up)
+        with site(f"{self.name}.output"):
+            return project(self.linear_fc2, activated), None
 
 
 @dataclass
@@ -95,22 +103,30 @@ class LatentMoE(BaseMoELayer):
             submodules.shared_experts,
             model.num_shared_experts * model.expert_ffn_size,
             pg_collection,
+            name="moe.shared",
         )
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, valid: Tensor | None = None, memo: RoutingMemo | None = None
+        self, hidden_states: Tensor, valid: Tensor | None = None, memo: LayerMemo | None = None
     ) -> tuple[Tensor, None]:
         """hidden_states [s, b, d], valid [s, b] or None, to [s, b, d]; the None is megatron-core's bias.
 
-        `memo`: of a layer that is recomputed, the same in both passes.
+        `memo`: the same in each pass over these tokens.
         """
-        choice, weights = self.router(hidden_states, valid, memo)
+        memo = memo or LayerMemo()
+        choice, weights = region("moe.router", partial(self._route, valid, memo), hidden_states)
         planned: Any = self.token_dispatcher.plan(self.physical[choice], memo, counted=self.training)
-        latent = project(self.latent_down, hidden_states)
+        latent = region("moe.input", partial(project, self.latent_down), hidden_states)
         mixed, shared = self.token_dispatcher.mix(
             latent, planned, weights, self.experts, meanwhile=lambda: self.shared_experts(hidden_states)[0]
         )
-        return shared + project(self.latent_up, self.latent_norm(mixed)), None
+        normed = region("moe.norm", self.latent_norm, mixed)
+        with site("moe.output"):
+            return shared + project(self.latent_up, normed), None
+
+    def _route(self, valid: Tensor | None, memo: LayerMemo, hidden_states: Tensor) -> Routing:
+        routing: Routing = self.router(hidden_states, valid, memo)
+        return routing
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

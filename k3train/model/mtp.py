@@ -8,18 +8,21 @@ embedding, and no gradient of one, crosses the pipeline. Shapes: s sequence, b b
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
+from offload.sites import region, site
+
 from ..ops.packing import Packing
 from .layer import DecoderLayerSubmodules
 from .linear import column_linear, project
+from .memo import LayerMemo
 from .norm import RMSNorm
-from .router import RoutingMemo
 from .transformer_config import K3TransformerConfig
 
 
@@ -44,20 +47,13 @@ class PlainLayer(MegatronModule):
 
     def forward(self, hidden_states: Tensor, packing: Packing, valid: Tensor | None) -> Tensor:
         """hidden_states [s, b, d] to [s, b, d]."""
-        if self.config.k3.recompute == "layer" and self.training:
-            memo = RoutingMemo()
-            return checkpoint(lambda hidden: self._run(hidden, packing, valid, memo), False, hidden_states)
-        return self._run(hidden_states, packing, valid)
+        run = partial(self._run, packing, valid, LayerMemo())
+        return region("layer", run, hidden_states, keep_results=True)
 
-    def _run(
-        self,
-        hidden_states: Tensor,
-        packing: Packing,
-        valid: Tensor | None,
-        memo: RoutingMemo | None = None,
-    ) -> Tensor:
-        hidden_states = hidden_states + self.self_attention(self.input_norm(hidden_states), packing)
-        output, _ = self.mlp(self.post_norm(hidden_states), valid, memo)
+    def _run(self, packing: Packing, valid: Tensor | None, memo: LayerMemo, hidden_states: Tensor) -> Tensor:
+        normed = region("norm", self.input_norm, hidden_states)
+        hidden_states = hidden_states + self.self_attention(normed, packing, memo)
+        output, _ = self.mlp(region("norm", self.post_norm, hidden_states), valid, memo)
         return hidden_states + output
 
 
@@ -91,9 +87,15 @@ class MultiTokenPrediction(MegatronModule):
 
         The last position has no next embedding in the window and repeats its own; `mtp_targets` masks it.
         """
+        fused = region("input", self._fuse, embeddings, hidden_states)
+        with site("fusion"):
+            hidden_states = project(self.proj, fused)
+        return region("norm", self.final_norm, self.layer(hidden_states, packing, valid))
+
+    def _fuse(self, embeddings: Tensor, hidden_states: Tensor) -> Tensor:
+        """[s, b, d] each to [s, b, 2 d]."""
         following = torch.cat((embeddings[1:], embeddings[-1:]))
-        fused = torch.cat((self.embedding_norm(following), self.hidden_norm(hidden_states)), dim=-1)
-        return self.final_norm(self.layer(project(self.proj, fused), packing, valid))
+        return torch.cat((self.embedding_norm(following), self.hidden_norm(hidden_states)), dim=-1)
 
 
 def mtp_targets(labels: Tensor, loss_mask: Tensor, document_ids: Tensor) -> tuple[Tensor, Tensor]:

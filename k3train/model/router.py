@@ -7,17 +7,17 @@ estimated from a histogram over the global batch. Shapes: t tokens, d hidden, E 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import Router
 from torch import Tensor
-from torch.nn.functional import linear
 
 from ..ops.backends import current_device
 from ..ops.quantile import bias_from_histogram, required_bias_histogram, route
+from .linear import linear_fp32
+from .memo import LayerMemo
 from .transformer_config import K3TransformerConfig
 
 
@@ -28,15 +28,6 @@ class Routing(NamedTuple):
     """int64 [t, k], experts by their number in the whole model."""
     weights: Tensor
     """FP32 [t, k], differentiable."""
-
-
-@dataclass
-class RoutingMemo:
-    """What the first pass of a recomputed layer decided: the second pass must not decide anew."""
-
-    choice: Tensor | None = None
-    plan: Any = None
-    """Of `parallel.moonep`."""
 
 
 class QuantileRouter(Router):
@@ -70,11 +61,9 @@ class QuantileRouter(Router):
 
     def gating(self, input: Tensor) -> Tensor:
         """Logits in FP32 from FP32 input and weight: input [t, d] to [t, E]."""
-        return linear(input.float(), self.weight.float())
+        return linear_fp32(input, self.weight)
 
-    def routing(
-        self, logits: Tensor, valid: Tensor | None = None, memo: RoutingMemo | None = None
-    ) -> Routing:  # type: ignore[override]
+    def routing(self, logits: Tensor, valid: Tensor | None = None, memo: LayerMemo | None = None) -> Routing:  # type: ignore[override]
         """The choice and weights for logits [t, E]; a filled `memo` holds the choice of an earlier pass."""
         scores = torch.sigmoid(logits)
         if memo is not None and memo.choice is not None:
@@ -86,7 +75,7 @@ class QuantileRouter(Router):
             memo.choice = choice
         return self._weigh(scores, choice)
 
-    def forward(self, input: Tensor, valid: Tensor | None = None, memo: RoutingMemo | None = None) -> Routing:
+    def forward(self, input: Tensor, valid: Tensor | None = None, memo: LayerMemo | None = None) -> Routing:
         """Route input [..., d]; `valid` [...] is False for padding, which is routed but not counted."""
         flat = input.reshape(-1, input.shape[-1])
         return self.routing(self.gating(flat), None if valid is None else valid.reshape(-1), memo)

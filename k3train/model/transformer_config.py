@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from parallel.moonep import EXACT, Codec
 from parallel.moonep.transport import Transport
 
 from ..config import Config, ExpertConfig, ModelConfig
+from ..quant.qat import ExpertQuantiser
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -23,8 +25,12 @@ class K3TransformerConfig(TransformerConfig):
     experts: ExpertConfig = field(default_factory=ExpertConfig)
     expert_transport: Callable[[], Transport] | None = None
     """Gives the transport that all MoE layers share; a function, for megatron-core copies configurations."""
+    expert_codec: Callable[[], Codec] = lambda: EXACT
+    """Gives what the products of routed experts see of weights and rows; a function for the same reason."""
     expert_pad: int = 1
     """With MoonEP the rows of each expert are rounded up to a multiple of this."""
+    recompute_layers: int = 1
+    """Decoder layers that are run again together, where the policy for site `layer` is to recompute."""
     logit_bound: float = 0.0
     """Attention logit above which Gated MLA keeps each head's largest; 0: nothing is kept."""
 
@@ -33,11 +39,14 @@ def transformer_config(config: Config) -> K3TransformerConfig:
     """Translate a resolved and validated configuration into megatron-core's."""
     model, parallel = config.model, config.parallel
     dtype = DTYPES[model.dtype]
+    codec = EXACT if config.quant.recipe == "none" else ExpertQuantiser(config.quant)
     pipelined = parallel.pipeline > 1
     interleaved = pipelined and parallel.virtual > 1
     return K3TransformerConfig(
         k3=model,
         experts=parallel.expert,
+        expert_codec=lambda: codec,
+        recompute_layers=config.offload.recompute_layers,
         logit_bound=config.optim.qk_clip or 0.0,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,

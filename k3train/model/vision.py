@@ -9,11 +9,13 @@ m merge, o width of the language model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
-from torch.utils.checkpoint import checkpoint
+
+from offload.sites import region, site
 
 from ..ops.backends import current_device
 from ..ops.item_attention import item_attention
@@ -60,7 +62,10 @@ class VisionModel(nn.Module):
         if not grids:
             return patches.new_zeros(0, self.out_size, dtype=self.projector.post_norm.weight.dtype), []
         items = Items.pack(grids, patches.device)
-        embeddings = self.projector(merge_patches(self.tower(patches, items), items, self.config.merge))
+        with site("vit"):
+            features = self.tower(patches, items)
+            with site("projector"):
+                embeddings = self.projector(merge_patches(features, items, self.config.merge))
         return embeddings, [tokens(self.config, grid) for grid in grids]
 
 
@@ -75,7 +80,8 @@ class VisionTower(nn.Module):
 
     def forward(self, patches: Tensor, items: Items) -> Tensor:
         """patches [L, p] to features [L, d]."""
-        x = self.patch_embed(patches, items)
+        with site("input"):
+            x = self.patch_embed(patches, items)
         table = rotary_table(items, self.config.head_dim, self.config.rope_theta, x.dtype)
         return self.encoder(x, table, items)
 
@@ -119,12 +125,9 @@ class Encoder(nn.Module):
     def forward(self, x: Tensor, table: RotaryTable, items: Items) -> Tensor:
         """x [L, d] to [L, d]."""
         for block in self.blocks:
-            if self.config.recompute and self.training:
-                # Nothing in a block is random.
-                x = checkpoint(block, x, table, items, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = block(x, table, items)
-        return self.final_layernorm(x)
+            x = region("layer", partial(block, table, items), x, keep_results=True)
+        with site("projector"):
+            return self.final_layernorm(x)  # type: ignore[no-any-return]
 
 
 class VisionBlock(nn.Module):
@@ -140,19 +143,25 @@ class VisionBlock(nn.Module):
         self.norm1 = RMSNorm(config.hidden_size, config.norm_eps, dtype)
         self.mlp = VisionMLP(config, dtype)
 
-    def forward(self, x: Tensor, table: RotaryTable, items: Items) -> Tensor:
+    def forward(self, table: RotaryTable, items: Items, x: Tensor) -> Tensor:
         """x [L, d] to [L, d]."""
-        x = x + self._attend(self.norm0(x), table, items)
-        return x + self.mlp(self.norm1(x))
+        q, k, v = region("qkv", partial(self._project, table), region("norm", self.norm0, x))
+        attended = region("core", partial(self._attend, items), q, k, v)
+        with site("output"):
+            x = x + self.wo(attended)
+        return x + self.mlp(region("norm", self.norm1, x))
 
-    def _attend(self, x: Tensor, table: RotaryTable, items: Items) -> Tensor:
+    def _project(self, table: RotaryTable, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, turned, and values of x [L, d]: [L, H, D] each."""
         heads = self.config.num_heads
         qkv = self.wqkv(x).unflatten(-1, (3 * heads, self.config.head_dim))  # [L, 3 H, D]
         q, k = rotate(qkv[:, : 2 * heads], table).chunk(2, dim=1)
         # A copy: kept as a view for backward, v would hold the unrotated q and k in memory.
-        v = qkv[:, 2 * heads :].contiguous()
-        attended = item_attention(q, k, v, items, backend=self.config.attention)
-        return self.wo(attended.flatten(1))
+        return q, k, qkv[:, 2 * heads :].contiguous()
+
+    def _attend(self, items: Items, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[L, H * D]."""
+        return item_attention(q, k, v, items, backend=self.config.attention).flatten(1)
 
 
 class VisionMLP(nn.Module):
@@ -165,7 +174,10 @@ class VisionMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [L, d] to [L, d]."""
-        return self.fc1(gelu(self.fc0(x), approximate="tanh"))
+        up = region("ffn", self.fc0, x)
+        activated = region("activation", partial(gelu, approximate="tanh"), up)
+        with site("ffn_output"):
+            return self.fc1(activated)  # type: ignore[no-any-return]
 
 
 def merge_patches(x: Tensor, items: Items, merge: int) -> Tensor:

@@ -22,7 +22,7 @@ UP_TO_FP32 = (*LOW_PRECISION, torch.float32)
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to run the operator `op`, found as `function` in the module `k3train.ops.<module>`."""
+    """One way to run the operator `op`: `function` of a module whose name is relative to `k3train.ops`."""
 
     op: str
     name: str
@@ -82,13 +82,15 @@ _BACKENDS = (
             "transformer_engine.pytorch"),
     Backend("grouped", "grouped_mm", "grouped.grouped_mm", "products", ("cpu", "cuda"), (torch.bfloat16,)),
     Backend("grouped", "loop", "grouped.loop", "products"),
+    Backend("mx", "triton", ".quant.mx.triton", "codec", ("cuda",), UP_TO_FP32, "triton"),
+    Backend("mx", "reference", ".quant.mx.reference", "codec"),
     Backend("linear", "te", "linear", "transformer_engine_modules", ("cuda",), None,
             "transformer_engine.pytorch"),
     Backend("linear", "local", "linear", "local_modules"),
 )  # fmt: skip
 
 # Operators whose choice is not a key of `model.backends`.
-_KEYS = {"item_attention": "vision.attention"}
+_KEYS = {"item_attention": "vision.attention", "mx": "quant.backend"}
 
 
 @cache
@@ -98,13 +100,12 @@ def resolve(op: str, requested: str, device_type: str, dtype: torch.dtype | None
     Raises UserError when `requested` is unknown or cannot run here; "auto" takes the fastest that can.
     """
     key = _KEYS.get(op, f"model.backends.{op}")
-    able = usable(op, device_type, dtype)
     if requested == "auto":
-        return able[0]
+        return usable(op, device_type, dtype)[0]
     for backend in candidates(op):
         if backend.name == requested:
             if reason := backend.refuses(device_type, dtype):
-                names = ", ".join(b.name for b in able)
+                names = ", ".join(b.name for b in usable(op, device_type, dtype))
                 raise UserError(f"{key}={requested}: {reason}; use auto or {names}")
             return backend
     names = ", ".join(b.name for b in candidates(op))

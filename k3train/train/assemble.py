@@ -25,7 +25,7 @@ from parallel.zero2.rotator import Rotator
 from parallel.zero2.wrapper import RotatingDataParallel
 
 from ..config import Config
-from ..memory import tokens_per_microbatch
+from ..microbatch import tokens_per_microbatch
 from ..model.decoder import LanguageModelChunk
 from ..model.init import initialize
 from ..model.transformer_config import DTYPES, K3TransformerConfig, transformer_config
@@ -34,7 +34,9 @@ from ..model.vision_init import initialize_vision
 from ..ops.grouped import padding
 from ..optim.build import build_optimizer, build_scheduler
 from ..optim.qk_clip import QKClip
+from ..quant.qat import ExpertQuantiser
 from ..schedule import layer_cuts
+from .activations import build_activations
 from .pipeline import Pipeline
 from .shards import build_rotator, build_stream
 from .step import Trainer
@@ -68,6 +70,7 @@ def build_trainer(config: Config, groups: Groups) -> Trainer:
     settings.no_sync_func = partial(_without_sync, modules)
     settings.finalize_model_grads_func = partial(_finalize, tower)
     optimizer = build_optimizer(config, modules, groups.pg_collection)
+    codec = settings.expert_codec()
     return Trainer(
         config=config,
         groups=groups,
@@ -75,9 +78,10 @@ def build_trainer(config: Config, groups: Groups) -> Trainer:
         tower=tower,
         optimizer=optimizer,
         scheduler=build_scheduler(config, optimizer),
-        pipeline=Pipeline(config, groups, tower, rotator),
+        pipeline=Pipeline(config, groups, tower, rotator, build_activations(config, groups, modules)),
         qk_clip=build_qk_clip(config, groups, chunks),
         stream=build_stream(config, groups.device, optimizer, rotator),
+        quantiser=codec if isinstance(codec, ExpertQuantiser) else None,
     )
 
 

@@ -19,15 +19,15 @@ from parallel.groups import Groups
 
 from ..config import Config
 from ..data.blend import Blend
+from ..data.chat.windows import build_chats
 from ..data.datasets import Samples, build_datasets
 from ..data.encode import Encoder
-from ..data.images import ImageLimits
 from ..data.loader import BatchLoader, collate
-from ..data.multimodal import TextWindows, caption_samples, image_blend, sample_limits
+from ..data.multimodal import TextWindows, build_encoder, caption_samples, image_blend
 from ..data.ngram import LARGEST_VOCABULARY, byte_bigram_loss
 from ..data.packed import Sample
 from ..data.skips import Skips
-from ..data.tokenizer import Tokenizer, image_placeholder, load_tokenizer
+from ..data.tokenizer import Tokenizer, load_tokenizer
 from ..ops.packing import Packing
 from ..vision_shapes import Grid
 from .step import Batch
@@ -42,25 +42,17 @@ class Inputs:
     """Training steps in order from any point on, and the same validation micro-batches every time."""
 
     def __init__(self, config: Config, groups: Groups, say: Callable[[str], None] = lambda _: None) -> None:
-        """`say` tells a person, on one rank, what is slow to prepare and which images were skipped."""
+        """`say` tells a person, on one rank, what is slow to prepare and what was left out."""
         data, run = config.data, config.run
         self.config, self.groups = config, groups
         self.tokenizer: Tokenizer = load_tokenizer(data.tokenizer, data.image_token)
         ranks = groups.pg_collection.dp.size()
         self.global_batch_size = data.micro_batch_size * run.microbatches * ranks
-        text, self.valid = build_datasets(
-            data,
-            self.tokenizer,
-            data.sequence_length,
-            run.seed,
-            self.global_batch_size * run.steps,
-            config.eval.batches * data.micro_batch_size,
+        self.skips = Skips(say)
+        self.encoder = (
+            build_encoder(data, config.vision, self.tokenizer, self.skips) if config.vision.enabled else None
         )
-        self.text: Any = text.blend
-        self.encoder = self._encoder(say) if data.images else None
-        self.train = self._with_images(text, self.encoder, say) if self.encoder else text
-        if self.encoder and self.valid:
-            self.valid = Samples(TextWindows(self.valid.blend, self.encoder.image_id), len(self.valid))
+        self.train, self.valid = self._chats(say) if data.source == "chat" else self._texts(say)
         self.loader = BatchLoader(
             self.train,
             micro_batch_size=data.micro_batch_size,
@@ -131,11 +123,11 @@ class Inputs:
         return byte_bigram_loss(corpus.tokens, windows, vocabulary)
 
     def left_out(self) -> dict[str, int]:
-        """Images and documents that could not be used, over all ranks, by reason; a collective."""
-        if self.encoder is None:
+        """Images, documents and chats that could not be used, over all ranks, by reason; a collective."""
+        if self.encoder is None and self.config.data.source != "chat":
             return {}
         ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, self.encoder.skips.entries())
+        dist.all_gather_object(ranks, self.skips.entries())
         return dict(Counter(reason for reason, _ in {entry for entries in ranks for entry in entries}))
 
     def close(self) -> None:
@@ -147,16 +139,32 @@ class Inputs:
         assert self.encoder is not None
         return caption_samples(self.encoder, self.config.data.sequence_length, self.config.data.max_patches)
 
-    def _encoder(self, say: Callable[[str], None]) -> Encoder:
-        data, vision = self.config.data, self.config.vision
-        image_placeholder(self.tokenizer)
-        limits = ImageLimits(
-            max_side=min(data.max_image_side, vision.rope_max * vision.patch_size),
-            max_patches=vision.max_patches,
-            max_frames=vision.max_frames,
+    def _texts(self, say: Callable[[str], None]) -> tuple[Samples, Samples | None]:
+        """Samples of a text corpus, with those of images among the ones to train on."""
+        data, valid_samples = self.config.data, self.config.eval.batches * self.config.data.micro_batch_size
+        train_samples = self.global_batch_size * self.config.run.steps
+        train, valid = build_datasets(
+            data, self.tokenizer, data.sequence_length, self.config.run.seed, train_samples, valid_samples
         )
-        limits = sample_limits(limits, data.sequence_length, data.max_patches)
-        return Encoder(self.tokenizer, limits, Skips(say))
+        self.text: Any = train.blend
+        if self.encoder is None:
+            return train, valid
+        if valid:
+            valid = Samples(TextWindows(valid.blend, self.encoder.image_id), len(valid))
+        return self._with_images(train, self.encoder, say), valid
+
+    def _chats(self, say: Callable[[str], None]) -> tuple[Samples, Samples | None]:
+        data = self.config.data
+        return build_chats(
+            data,
+            self.tokenizer,
+            self.encoder,
+            self.skips,
+            self.config.run.seed,
+            self.global_batch_size * self.config.run.steps,
+            self.config.eval.batches * data.micro_batch_size,
+            say,
+        )
 
     def _with_images(self, text: Samples, encoder: Encoder, say: Callable[[str], None]) -> Samples:
         data = self.config.data

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
+from offload.manager import ActivationManager
 from parallel.groups import Groups
 from parallel.pipeline.build import forward_only as without_backward
-from parallel.pipeline.build import with_reductions
+from parallel.pipeline.build import with_activation_moves, with_reductions
 from parallel.pipeline.check import check
 from parallel.pipeline.clock import StepClock
 from parallel.pipeline.runtime import TableExecutor
@@ -18,6 +20,7 @@ from parallel.pipeline.wires import Wires, open_wires
 from parallel.zero2 import SLOTS
 from parallel.zero2.rotator import Rotator
 
+from ..activation_time import operations_ahead
 from ..config import Config
 from ..schedule import Bundles, layer_cuts, pipeline_table, row_plan, stage_costs, vision_table
 from ..vision_shapes import Grid
@@ -31,10 +34,16 @@ class Pipeline:
     """One rank's executors, one for each kind of step that it has met."""
 
     def __init__(
-        self, config: Config, groups: Groups, tower: Tower | None = None, rotator: Rotator | None = None
+        self,
+        config: Config,
+        groups: Groups,
+        tower: Tower | None = None,
+        rotator: Rotator | None = None,
+        activations: ActivationManager | None = None,
     ) -> None:
         """`rotator`: of the chunks' gradient buffers under ZeRO-2."""
         self.config, self.groups, self.tower, self.rotator = config, groups, tower, rotator
+        self.activations = activations
         self.clock: StepClock | None = None
         """Set for a step that is to be measured."""
         self.executors: dict[Any, TableExecutor] = {}
@@ -57,26 +66,46 @@ class Pipeline:
         data = self.config.data
         executor = self._executor(batches, forward_only)
         executor.clock = self.clock
-        reports = executor(
-            forward_step_func=forward_step_func,
-            data_iterator=[iter(batches) for _ in chunks],
-            model=chunks,
-            num_microbatches=len(batches),
-            seq_length=data.sequence_length,
-            micro_batch_size=data.micro_batch_size,
-            forward_only=forward_only,
-            pg_collection=self.groups.pg_collection,
-            tower=self.tower,
-        )
+        with nullcontext() if forward_only else self._step():
+            reports = executor(
+                forward_step_func=forward_step_func,
+                data_iterator=[iter(batches) for _ in chunks],
+                model=chunks,
+                num_microbatches=len(batches),
+                seq_length=data.sequence_length,
+                micro_batch_size=data.micro_batch_size,
+                forward_only=forward_only,
+                pg_collection=self.groups.pg_collection,
+                tower=self.tower,
+            )
         if self.tower is not None:
             self.tower.unload()
         return reports
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """A training step of the activation manager, measured when the clock is."""
+        if self.activations is None:
+            yield
+            return
+        self.activations.begin_step(record=self.clock is not None)
+        try:
+            yield
+        finally:
+            self.activations.end_step()
 
     def prepare(self, grids: Sequence[Sequence[Grid]]) -> None:
         """Start, in a thread, to plan a training step to come: filling a large table takes seconds."""
         key = tuple(map(tuple, grids))
         if (key, False) not in self.executors and key not in self._planned:
             self._planned[key] = self._planner.submit(self.table, key)
+
+    @cached_property
+    def _ahead(self) -> int:
+        """Operations of a rank by which the fetching of activations comes before their backward."""
+        topology = self.groups.topology
+        costs = stage_costs(self.config, topology, layer_cuts(self.config, topology))
+        return operations_ahead(self.config, [*costs.forward, *costs.backward])
 
     @cached_property
     def wires(self) -> Wires | None:
@@ -96,6 +125,8 @@ class Pipeline:
         if self.tower is not None:
             costs = stage_costs(self.config, topology, layer_cuts(self.config, topology))
             table, _, bundles = vision_table(self.config, table, costs, grids, topology)
+        if self.activations is not None:
+            table = with_activation_moves(table, self._ahead)
         return with_reductions(table, bursts=self.rotator is not None), bundles
 
     def _executor(self, batches: list[Any], forward_only: bool) -> TableExecutor:
@@ -125,4 +156,6 @@ class Pipeline:
         if forward_only:
             table = without_backward(table)
         rank = self.groups.pg_collection.pp.rank()
-        return TableExecutor(table, rows, self.wires, rank, gradients=self.rotator)
+        return TableExecutor(
+            table, rows, self.wires, rank, activations=self.activations, gradients=self.rotator
+        )

@@ -14,6 +14,7 @@ from parallel.pipeline.clock import Event, StepClock
 from parallel.pipeline.table import Layout
 
 from ..log.timeline import Recording
+from .activations import record
 from .pipeline import Pipeline
 
 
@@ -25,6 +26,8 @@ class Recorder:
         self.pipeline, self.groups = pipeline, groups
         self._chosen = {*range(first + 1, first + 1 + steps), *range(max(first, last - steps) + 1, last + 1)}
         self._events: dict[int, list[Event]] = {}
+        self.held: list[str] = []
+        """JSON lines of what the activation manager of this rank held in the measured steps."""
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -38,6 +41,17 @@ class Recorder:
         finally:
             self.pipeline.clock = None
         self._events[number] = clock.events()
+        activations = self.pipeline.activations
+        if activations is not None and activations.ledger.series is not None:
+            rank = self.groups.pg_collection.pp.rank()
+            self.held += record(self._events[number], activations.ledger.series, rank, number)
+
+    def gather_held(self) -> list[str]:
+        """`held` of all ranks of this pipeline; a collective of it."""
+        group = self.groups.pg_collection.pp
+        ranks: list[Any] = [None] * group.size()
+        dist.all_gather_object(ranks, self.held, group=group)
+        return [line for lines in ranks for line in lines]
 
     def gather(self) -> Recording | None:
         """What rank 0's pipeline recorded, on rank 0; None elsewhere and where nothing was. A collective."""

@@ -12,12 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.utils import unwrap_model
 
 from parallel.groups import assert_same_everywhere, initialize
 
 from .. import flops, shapes, vision_shapes
 from ..checkpoint.folders import check_writable, lock_folder
+from ..checkpoint.huggingface.assets import carry
 from ..checkpoint.manager import CheckpointManager
+from ..checkpoint.sources import open_weights
+from ..checkpoint.weights import fill
 from ..config import Config, digest, fixed_keys
 from ..config_file import to_yaml
 from ..log import timeline
@@ -28,7 +32,7 @@ from ..log.report import write_report
 from ..log.trace import Trace
 from ..log.tracker import Tracker
 from ..memory import gradient_warning
-from . import summary
+from . import activations, summary
 from .assemble import build_trainer, set_numerics, topology
 from .diagnose import explain_nonfinite
 from .inputs import Inputs
@@ -80,6 +84,8 @@ class Session:
     def run(self) -> None:
         """Train to `run.steps`, or until a stop signal; either way the state is saved before it returns."""
         resumed = self._resume()
+        if not resumed and self.config.init_from is not None:
+            self._start_from(self.config.init_from)
         if self.step >= self.config.run.steps:
             self._say(
                 f"{self.run_dir} is complete at step {self.step}: raise run.steps to go on, "
@@ -125,6 +131,21 @@ class Session:
         self.inputs.seek(self.step)
         self._say(f"continuing {self.run_dir} behind step {self.step}")
         return True
+
+    def _start_from(self, folder: str) -> None:
+        """Take over the weights of another run or of a Hugging Face folder; the optimizer starts afresh."""
+        source = Path(folder).expanduser()
+        absent = fill(unwrap_model(self.trainer.modules), open_weights(source))
+        if self.groups.is_first:
+            carry(source, self.run_dir)
+        with self.trainer.at_hand():
+            self.trainer.optimizer.reload_model_params()
+        parts = {"mtp": "the multi-token-prediction layer", "vision": "the vision tower"}
+        missing: list[set[str] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(missing, absent)
+        kept = [parts[name] for name in sorted(set().union(*(part or set() for part in missing)))]
+        new = f"; {' and '.join(kept)} not among them, so at initial values" if kept else ""
+        self._say(f"weights of {folder}{new}")
 
     def _open_logs(self, resumed: bool) -> None:
         if self.groups.is_first:
@@ -251,7 +272,7 @@ class Session:
         self.checkpoints.wait()
         traces: list[Any] | None = [None] * dist.get_world_size() if self.groups.is_first else None
         dist.gather_object(self.trace.events(), traces)
-        recording = self.recorder.gather()
+        recording, held = self.recorder.gather(), self.recorder.gather_held()
         left_out = self.inputs.left_out()
         complete = self.step == self.config.run.steps
         bigram = self.inputs.bigram_loss() if complete and self.groups.is_first else None
@@ -261,10 +282,13 @@ class Session:
             tracing.write(self.run_dir / "trace.json", traces)
         if recording is not None:
             timeline.write(self.run_dir, recording)
+        if held:
+            text = "".join(line + "\n" for line in held)
+            replace_file(self.run_dir / activations.FILE, text.encode())
         self.tracker.close()
         if left_out:
             counts = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
-            self._say(f"left out of data.images so far: {counts}")
+            self._say(f"left out of the data so far: {counts}")
         summary.write(self.config, self.run_dir, self.groups, self.started, self.step, bigram, left_out)
         report = write_report(self.run_dir)
         self._say_goodbye(report, complete, bigram)
@@ -284,9 +308,10 @@ class Session:
         self._say(", ".join(lines))
         tool = "k3train" if shutil.which("k3train") else str(Path(sys.executable).with_name("k3train"))
         folder = shlex.quote(str(self.run_dir))
+        chats = self.config.data.source == "chat"
+        goes_on, example = ("ask it", 'chat="2+3?"') if chats else ("continue text", 'prompt="def "')
         self._say(
-            f"{self.run_dir} is complete: open {report}, or continue text with "
-            f'`{tool} sample {folder} prompt="def "`'
+            f"{self.run_dir} is complete: open {report}, or {goes_on} with `{tool} sample {folder} {example}`"
         )
 
 

@@ -53,9 +53,9 @@ def build_shelf(config: Config, tier: str, device: torch.device) -> Shelf:
     pinned = device.type == "cuda"
     if tier == "host":
         return HostShelf(pinned=pinned)
-    assert config.offload.folder is not None
+    assert config.offload.nvme_dir is not None
     return FileShelf(
-        Path(config.offload.folder).expanduser(),
+        Path(config.offload.nvme_dir).expanduser(),
         default_engine(),
         pinned=pinned,
         fallback=config.offload.on_failure == "fallback",

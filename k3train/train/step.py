@@ -27,6 +27,7 @@ from ..model.decoder import LanguageModelChunk
 from ..optim.clip import clip_gradients, gradient_norm
 from ..optim.qk_clip import QKClip
 from ..optim.stream import StreamedUpdate
+from ..quant.qat import ExpertQuantiser
 from .balance import Balance, balance_experts
 from .pipeline import Pipeline
 from .tower import Tower
@@ -57,6 +58,8 @@ class Trainer:
     qk_clip: QKClip | None = None
     stream: StreamedUpdate | None = None
     """Updates parameters where gradients or optimizer states are not all on the device."""
+    quantiser: ExpertQuantiser | None = None
+    """What routed experts are rounded by, in quantisation-aware training."""
 
     @property
     def modules(self) -> list[DistributedDataParallel]:
@@ -67,6 +70,10 @@ class Trainer:
         """While it lasts, optimizer states are in memory for a checkpoint to read or replace."""
         states = self.stream.states if self.stream else None
         return states.at_hand() if states else nullcontext()
+
+    def weights_held(self) -> AbstractContextManager[None]:
+        """While it lasts no parameter changes, as between two updates."""
+        return self.quantiser.held() if self.quantiser else nullcontext()
 
     @property
     def models(self) -> list[LanguageModelChunk]:
@@ -170,12 +177,13 @@ def run_batches(trainer: Trainer, batches: list[Batch], *, forward_only: bool = 
     """Run the pipeline over micro-batches and sum the losses over all ranks; a collective."""
     config = trainer.config
     chunks: list[Any] = list(trainer.chunks)
-    reported = trainer.pipeline.run(
-        forward_step_func=partial(_forward_step, mtp_weight=config.model.mtp_loss_weight),
-        batches=batches,
-        chunks=chunks,
-        forward_only=forward_only,
-    )
+    with trainer.weights_held():
+        reported = trainer.pipeline.run(
+            forward_step_func=partial(_forward_step, mtp_weight=config.model.mtp_loss_weight),
+            batches=batches,
+            chunks=chunks,
+            forward_only=forward_only,
+        )
     total = torch.zeros(5, dtype=torch.float64, device=trainer.groups.device)
     for sums in reported:
         total[:4] += sums

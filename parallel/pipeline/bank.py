@@ -10,7 +10,7 @@ row's own, or of the stage that made it, which adds them to what it differentiat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,9 +24,13 @@ Key = tuple[int, int]
 class RowBank:
     """Rows of the micro-batches in flight on one pipeline rank."""
 
-    def __init__(self, plan: RowPlan, rank: int) -> None:
+    def __init__(
+        self, plan: RowPlan, rank: int, hold: Callable[[Tensor], Callable[[], Tensor]] | None = None
+    ) -> None:
+        """`hold` keeps a row until a later chunk asks for it; without, it stays where it is."""
         self.plan, self.rank = plan, rank
-        self._rows: dict[Key, Tensor] = {}
+        self._hold = hold or _at_hand
+        self._rows: dict[Key, Callable[[], Tensor]] = {}
         self._gradients: dict[Key, Tensor] = {}
         self._leaves: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
         self._constant: set[Key] = set()
@@ -43,7 +47,7 @@ class RowBank:
         self._leaves[stage, microbatch] = leaves
         if self._is_read_again(stage):
             for row, tensor in zip(arriving, rows, strict=True):
-                self._rows[microbatch, row] = tensor.detach()
+                self._rows[microbatch, row] = self._hold(tensor.detach())
         return [*(leaf for _, leaf in leaves), *rows, running]
 
     def leave(self, stage: int, microbatch: int, sources: Sequence[Tensor]) -> Tensor:
@@ -73,6 +77,10 @@ class RowBank:
             stray = [row for number, row in self._gradients if number == microbatch]
             assert not stray, f"gradients of rows {stray} of micro-batch {microbatch} went nowhere"
 
+    def leaves(self, stage: int, microbatch: int) -> list[Tensor]:
+        """The rows that a stage has read, whose gradients its `collect` will gather."""
+        return [leaf for _, leaf in self._leaves.get((stage, microbatch), [])]
+
     def forget(self, microbatch: int) -> None:
         """Let go of a micro-batch's rows."""
         for key in [key for key in self._rows if key[0] == microbatch]:
@@ -91,10 +99,10 @@ class RowBank:
         return self.plan.cache and chunk + 1 < self.plan.layout.virtual
 
     def _leaf(self, microbatch: int, row: int, payload: Tensor) -> Tensor:
-        return self._rows[microbatch, row].detach().requires_grad_(payload.requires_grad)
+        return self._rows[microbatch, row]().detach().requires_grad_(payload.requires_grad)
 
     def _keep(self, microbatch: int, row: int, tensor: Tensor) -> None:
-        self._rows[microbatch, row] = tensor.detach()
+        self._rows[microbatch, row] = self._hold(tensor.detach())
         if not tensor.requires_grad:
             self._constant.add((microbatch, row))
         else:
@@ -111,3 +119,14 @@ class RowBank:
             return
         held = self._gradients.get(key)
         self._gradients[key] = gradient if held is None else held + gradient
+
+
+def _at_hand(tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: tensor
+
+
+def forget_values(leaves: Sequence[Tensor]) -> None:
+    """Let leaves go on collecting gradients without holding the memory of their values."""
+    for leaf in leaves:
+        # One element, of the same shape and dense in no dimension: autograd takes a gradient's own layout.
+        leaf.data = leaf.new_empty(1).expand(leaf.shape)

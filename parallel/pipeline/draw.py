@@ -189,16 +189,24 @@ def chrome_trace(timeline: Timeline, *, unit: str = "units") -> dict[str, Any]:
 
 
 def html(
-    timelines: Mapping[str, Timeline], summary: Sequence[tuple[str, str]] = (), *, unit: str = "units"
+    timelines: Mapping[str, Timeline],
+    summary: Sequence[tuple[str, str]] = (),
+    *,
+    unit: str = "units",
+    more: Mapping[str, str] | None = None,
 ) -> str:
     """One page without scripts or outside resources: the pictures one under another, then idle time by rank.
 
-    `timelines` are titles and timelines, such as "planned" and "measured"; `summary` are names and values.
+    `timelines` are titles and timelines, such as "planned" and "measured"; `summary` are names and values;
+    `more` are titles and inline SVG of other pictures.
     """
     facts = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in summary)
     pictures = "".join(
         f"<h2>{escape(name)}</h2><div class='wide'>{svg(timeline, unit=unit, inline=True)}</div>"
         for name, timeline in timelines.items()
+    )
+    pictures += "".join(
+        f"<h2>{escape(name)}</h2><div class='wide'>{picture}</div>" for name, picture in (more or {}).items()
     )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Pipeline timeline</title>'

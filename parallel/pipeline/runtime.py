@@ -8,8 +8,8 @@ features of the micro-batch's images instead, or None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
-from .bank import RowBank
+from .bank import RowBank, forget_values
 from .clock import StepClock
 from .messages import (
     ACTIVATION,
@@ -83,12 +83,32 @@ class Tower(Protocol):
         ...
 
 
-class Moves(Protocol):
-    """What gives away and brings back the tensors that a forward saved."""
+class Activations(Protocol):
+    """What has the tensors that forwards save, wherever they are; a key names a forward."""
 
-    def release(self, chunk: int, microbatch: int) -> None: ...
+    def forward(self, key: Hashable) -> AbstractContextManager[None]:
+        """The forward runs inside."""
+        ...
 
-    def prefetch(self, chunk: int, microbatch: int) -> None: ...
+    def backward(self, key: Hashable) -> AbstractContextManager[None]:
+        """Its backward runs inside."""
+        ...
+
+    def release(self, key: Hashable) -> None:
+        """The backward is far away."""
+        ...
+
+    def prefetch(self, key: Hashable) -> None:
+        """The backward comes soon."""
+        ...
+
+    def hold(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Keep a tensor for later forwards; the answer gives it back."""
+        ...
+
+    def mark(self, operation: str) -> None:
+        """An operation has ended."""
+        ...
 
 
 class Gradients(Protocol):
@@ -138,12 +158,13 @@ class TableExecutor:
         wires: Wires | None,
         rank: int,
         *,
-        moves: Moves | None = None,
+        activations: Activations | None = None,
         gradients: Gradients | None = None,
     ) -> None:
         """Plan the transfers of `table`; `wires` may be None with one pipeline rank.
 
         Args:
+            activations: of the forwards; None where what they save stays with autograd.
             gradients: told before each backward; None where chunks have buffers of their own.
 
         Raises:
@@ -154,7 +175,8 @@ class TableExecutor:
                 f"schedule {table.name} splits the backward: it can be planned and drawn, not run"
             )
         assert wires is not None or table.layout.pipeline == 1
-        self.table, self.rows, self.wires, self.rank, self.moves = table, rows, wires, rank, moves
+        self.table, self.rows, self.wires, self.rank = table, rows, wires, rank
+        self.activations = None if is_forward_only(table) else activations
         self.gradients = gradients
         timeline = simulate(table, uniform(table.layout, parts=table.parts))
         self.program: list[Step] = programs(table, timeline)[rank]
@@ -180,7 +202,7 @@ class TableExecutor:
         """
         layout = self.table.layout
         assert num_microbatches == layout.microbatches, (num_microbatches, layout.microbatches)
-        assert forward_only == all(op.kind in (FORWARD, VISION_FORWARD) for op in self.table.ranks[self.rank])
+        assert forward_only == is_forward_only(self.table)
         chunks = model if isinstance(model, list) else [model]
         data = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         assert len(chunks) == len(data) == layout.virtual
@@ -196,7 +218,7 @@ class TableExecutor:
             tower=tower,
             shape=(seq_length // context_size, micro_batch_size, config.hidden_size),
             device=device,
-            bank=RowBank(self.rows, self.rank),
+            bank=RowBank(self.rows, self.rank, self.activations.hold if self.activations else None),
             tokens=torch.zeros([], dtype=torch.int, device=device),
         )
         try:
@@ -233,11 +255,10 @@ class TableExecutor:
 
     def _timed(self, op: Op) -> None:
         run = getattr(self, RUN[op.kind])
-        if self.clock is None:
+        with nullcontext() if self.clock is None else self.clock.measure(op):
             run(op)
-            return
-        with self.clock.measure(op):
-            run(op)
+        if self.activations is not None:
+            self.activations.mark(str(op))
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -294,20 +315,21 @@ class TableExecutor:
             output, loss = state.forward_step_func(data, model)
             return (output if last else state.bank.leave(stage, op.microbatch, output)), loss
 
-        (output,), tokens = forward_step(
-            step,
-            state.data[op.chunk],
-            state.chunks[op.chunk],
-            layout.microbatches,
-            sources,
-            state.reports,
-            state.config,
-            state.context_size,
-            is_first_microbatch=op.microbatch == 0 and not state.forward_only,
-            current_microbatch=op.microbatch,
-            vp_stage=op.chunk if layout.virtual > 1 else None,
-            is_last_stage=last,
-        )
+        with self._saving(place):
+            (output,), tokens = forward_step(
+                step,
+                state.data[op.chunk],
+                state.chunks[op.chunk],
+                layout.microbatches,
+                sources,
+                state.reports,
+                state.config,
+                state.context_size,
+                is_first_microbatch=op.microbatch == 0 and not state.forward_only,
+                current_microbatch=op.microbatch,
+                vp_stage=op.chunk if layout.virtual > 1 else None,
+                is_last_stage=last,
+            )
         state.tokens += tokens
         if not last:
             self._give(ACTIVATION, layout.home(stage + 1)[0], stage + 1, op.microbatch, output.detach())
@@ -318,6 +340,17 @@ class TableExecutor:
         if not last:
             deallocate_output_tensor(output, state.config.deallocate_pipeline_outputs)
         state.inputs[place], state.outputs[place] = received, output
+        if self.activations is not None:
+            # Of what comes in, only the gradient is asked for later.
+            forget_values(
+                [*state.bank.leaves(stage, op.microbatch), *([] if received is None else [received])]
+            )
+
+    def _saving(self, key: Hashable) -> AbstractContextManager[None]:
+        return nullcontext() if self.activations is None else self.activations.forward(key)
+
+    def _using(self, key: Hashable) -> AbstractContextManager[None]:
+        return nullcontext() if self.activations is None else self.activations.backward(key)
 
     def _input(self, op: Op, stage: int) -> Tensor | None:
         """What a forward starts from, a leaf: the message of the stage before, or image features."""
@@ -340,7 +373,8 @@ class TableExecutor:
         received, output = state.inputs.pop(place), state.outputs.pop(place)
         if self.gradients is not None:
             self.gradients.begin(op.chunk)
-        (gradient,) = backward_step([received], output, gradient, state.config)
+        with self._using(place):
+            (gradient,) = backward_step([received], output, gradient, state.config)
         state.bank.collect(stage, op.microbatch, gradient if stage else None)
         if stage:
             assert gradient is not None
@@ -360,7 +394,8 @@ class TableExecutor:
 
     def _vision_forward(self, op: Op) -> None:
         assert self._state.tower is not None
-        features = self._state.tower.forward(op.microbatch, op.chunk)
+        with self._saving((VISION_FORWARD, op.chunk, op.microbatch)):
+            features = self._state.tower.forward(op.microbatch, op.chunk)
         if not self._state.forward_only:
             self._state.features[op.chunk, op.microbatch] = features
         target = self.table.layout.home(0)[0]
@@ -369,13 +404,14 @@ class TableExecutor:
     def _vision_backward(self, op: Op) -> None:
         (gradient,) = self._take(op, EMBEDDING_GRADIENT).values()
         features = self._state.features.pop((op.chunk, op.microbatch))
-        if features.requires_grad:
-            torch.autograd.backward(features, gradient)
+        with self._using((VISION_FORWARD, op.chunk, op.microbatch)):
+            if features.requires_grad:
+                torch.autograd.backward(features, gradient)
 
     def _move(self, op: Op) -> None:
-        if self.moves is not None:
-            move = self.moves.release if op.kind == RELEASE else self.moves.prefetch
-            move(op.chunk, op.microbatch)
+        if self.activations is not None:
+            move = self.activations.release if op.kind == RELEASE else self.activations.prefetch
+            move((op.chunk, op.microbatch))
 
     def _reduce(self, op: Op) -> None:
         if op.chunk != TOWER:
@@ -383,3 +419,8 @@ class TableExecutor:
             wrapped.start_grad_sync()
         elif self._state.tower is not None:
             self._state.tower.reduce()
+
+
+def is_forward_only(table: Table) -> bool:
+    """Whether nothing has a backward."""
+    return all(op.kind in (FORWARD, VISION_FORWARD) for op in table.ranks[0])

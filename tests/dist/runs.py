@@ -45,7 +45,8 @@ def overrides(data: list[str], run_dir: Path, *more: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """As in a user's shell: this repository first on the path, and nothing of a surrounding torchrun."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE"))}
+    left_out = ("RANK", "WORLD_SIZE", "MASTER_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     return {**kept, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"}
 
 

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import os
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,13 +26,13 @@ from k3train.train.assemble import build_trainer, topology
 from k3train.train.diagnose import _bad_gradients, explain_nonfinite
 from k3train.train.step import Batch, Trainer, train_step
 from launch.compose import compose, resolve_layout
-from parallel.groups import Groups, destroy, initialize
+from parallel.groups import Groups, initialize
 from parallel.pipeline.build import with_reductions
 from parallel.pipeline.table import REDUCE, Table
 from parallel.topology import Topology
 from parallel.zero2.views import is_parked
 from parallel.zero2.wrapper import RotatingDataParallel
-from tests.parity.worker import SMALL, images
+from tests.parity.worker import SMALL, images, leave
 
 Case = dict[str, Any]
 
@@ -80,6 +81,7 @@ def build(case: Case) -> Trainer:
     return trainer
 
 
+@lru_cache(maxsize=1)
 def join(layout: Topology) -> Groups:
     """The groups of a layout; the processes stay connected from one case to the next."""
     if not dist.is_initialized():
@@ -192,7 +194,7 @@ def run(cases: list[Case], steps: int) -> list[dict[str, Any]]:
                 ],
             }
         )
-    destroy()
+    leave()
     return answers
 
 
@@ -237,7 +239,7 @@ def resumed(pairs: list[list[Case]], root: str) -> list[dict[str, Any]]:
             assert _manager(trainer, f"{root}/{number}").load(trainer.modules, trainer.optimizer) == {}
         rest = train(trainer, range(3, 5)), digest(parameters(trainer)), _states(trainer)
         answers.append({"whole": whole, "rest": rest})
-    destroy()
+    leave()
     return answers
 
 
@@ -307,7 +309,7 @@ def watched(case: Case) -> dict[str, Any]:
     }
     if case.get("stale"):
         answer["stale"] = _stale_views(trainer)
-    destroy()
+    leave()
     return answer
 
 
@@ -358,7 +360,7 @@ def long_loop(case: Case, steps: int) -> list[float]:
     """Many steps, for the allocator's checks; the last step's report."""
     trainer = build(case)
     reports = train(trainer, range(1, steps + 1))
-    destroy()
+    leave()
     return reports[-1]
 
 
@@ -376,5 +378,5 @@ def not_finite(cases: list[Case]) -> list[str]:
         told.append(str(explain_nonfinite(trainer, made, 1)))
         if trainer.stream is not None:
             assert _bad_gradients(trainer)
-    destroy()
+    leave()
     return told

@@ -1,7 +1,7 @@
 """h200_small with fewer layers on GPUs: it learns, agrees with plain torch, resumes, and spreads.
 
-Every run is a process of its own, as under torchrun. The head shape stays that of h200_small, so that kernels
-compiled for it serve here.
+All runs on one GPU share a process, and all on two GPUs a pair of them: kernels are compiled, and their
+library loaded, once. The head shape stays that of h200_small, so that kernels compiled for it serve here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 from tests.dist.launch import run_workers
+from tests.parity.worker import PLAIN, leave
+
+Reports = list[dict[str, Any]]
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -29,20 +32,16 @@ SHRUNK = (
     "run.microbatches=4",
     "run.steps=5",
 )
-PLAIN = (
-    "model.dtype=float32",
-    "model.backends.kda=chunk",
-    "model.backends.short_conv=shift",
-    "model.backends.attn_res=lean",
-    "model.backends.situ=lean",
-    "model.backends.attention=sdpa",
-    "model.backends.linear=local",
-)
-LAYOUTS = {
-    "expert 2": ["parallel.expert.size=2", "run.microbatches=2"],
-    "pipeline 2": ["parallel.pipeline=2"],
+STEPS, STEPS_OF_AUTO = 3, 5
+ALONE: dict[str, tuple[list[str], int]] = {
+    "auto": ([], STEPS_OF_AUTO),
+    "chunk": (["model.backends.kda=chunk"], STEPS),
+    "plain": (["model.dtype=float32", *PLAIN], STEPS),
 }
-STEPS = 3
+LAYOUTS = {
+    "expert 2": (["parallel.expert.size=2", "run.microbatches=2"], STEPS),
+    "pipeline 2": (["parallel.pipeline=2"], STEPS),
+}
 # BF16 rounds to 8 bits and every kernel in another order; three steps amplify it.
 LOSS_BOUND, NORM_BOUND = 2e-2, 5e-2
 # Without any rounding to 8 bits on one side: 2.9 % were seen in the third step's MTP loss.
@@ -51,36 +50,45 @@ FLOAT32_BOUND = 5e-2
 REPEAT_BOUND = 2e-3
 
 
-def run(folder: Path, overrides: list[str], steps: int = STEPS, world_size: int = 1) -> list[dict[str, Any]]:
-    """What rank 0 of a run reports of each step; the ranks must agree."""
-    args = {"overrides": [*overrides, f"data.cache_dir={folder}"], "steps": steps}
-    reports = run_workers("tests.gpu.test_train:train", world_size, args, timeout=240)
-    assert all(report == reports[0] for report in reports), "ranks disagree about the step"
-    steps_of_rank: list[dict[str, Any]] = reports[0]
-    return steps_of_rank
-
-
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")
-def single(cache: Path) -> list[dict[str, Any]]:
+def alone(cache: Path) -> dict[str, Any]:
+    """On one GPU: the reports of each case, and what `straight_and_resumed` found."""
+    args = {"cases": ALONE, "cache": str(cache), "checkpoints": str(cache / "checkpoints")}
+    (answer,) = run_workers("tests.gpu.test_train:train", 1, args, timeout=400)
+    return answer  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def single(alone: dict[str, Any]) -> Reports:
     """Five steps in BF16 with the backends that `auto` takes."""
-    return run(cache, [], steps=5)
+    return alone["auto"]  # type: ignore[no-any-return]
 
 
-def assert_close(
-    reports: list[dict[str, Any]], expected: list[dict[str, Any]], bound: float = LOSS_BOUND
-) -> None:
+@pytest.fixture(scope="module")
+def spread(cache: Path) -> dict[str, Reports]:
+    """On two GPUs, the reports of each layout; the ranks must agree."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    first, second = run_workers(
+        "tests.gpu.test_train:train", 2, {"cases": LAYOUTS, "cache": str(cache)}, timeout=300
+    )
+    assert first == second, "ranks disagree about a step"
+    return first  # type: ignore[no-any-return]
+
+
+def assert_close(reports: Reports, expected: Reports, bound: float = LOSS_BOUND) -> None:
     for key in ("loss", "mtp_loss"):
         values = [report[key] for report in expected[:STEPS]]
         assert [report[key] for report in reports[:STEPS]] == pytest.approx(values, rel=bound), key
     assert reports[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=NORM_BOUND)
 
 
-def test_bfloat16_with_the_fastest_backends_learns(single: list[dict[str, Any]]) -> None:
+def test_bfloat16_with_the_fastest_backends_learns(single: Reports) -> None:
     losses = [report["loss"] for report in single]
     assert losses[0] == pytest.approx(math.log(32768), abs=0.5)
     # Bytes alone, 257 of 32768 ids, are worth nearly five nats.
@@ -89,18 +97,17 @@ def test_bfloat16_with_the_fastest_backends_learns(single: list[dict[str, Any]])
     assert all(report["updated"] for report in single)
 
 
-def test_chunk_form_and_kernel_of_kda_give_the_same_losses(single: list[dict[str, Any]], cache: Path) -> None:
+def test_chunk_form_and_kernel_of_kda_give_the_same_losses(alone: dict[str, Any], single: Reports) -> None:
     pytest.importorskip("fla")
-    assert_close(run(cache, ["model.backends.kda=chunk"]), single)
+    assert_close(alone["chunk"], single)
 
 
-def test_float32_in_plain_torch_gives_the_same_losses(single: list[dict[str, Any]], cache: Path) -> None:
-    assert_close(run(cache, list(PLAIN)), single, FLOAT32_BOUND)
+def test_float32_in_plain_torch_gives_the_same_losses(alone: dict[str, Any], single: Reports) -> None:
+    assert_close(alone["plain"], single, FLOAT32_BOUND)
 
 
-def test_resume_restores_every_tensor_and_the_next_losses(cache: Path, tmp_path: Path) -> None:
-    args = {"root": str(tmp_path / "checkpoints"), "overrides": [f"data.cache_dir={cache}"]}
-    (answer,) = run_workers("tests.gpu.test_train:straight_and_resumed", 1, args, timeout=240)
+def test_resume_restores_every_tensor_and_the_next_losses(alone: dict[str, Any]) -> None:
+    answer = alone["resume"]
     assert answer["tensors"] > 100
     assert answer["different"] == []
     assert answer["extra"] == {"step": 2}
@@ -109,10 +116,24 @@ def test_resume_restores_every_tensor_and_the_next_losses(cache: Path, tmp_path:
     assert resumed == pytest.approx(straight, rel=REPEAT_BOUND)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_gpus_compute_what_one_does(layout: str, single: list[dict[str, Any]], cache: Path) -> None:
-    assert_close(run(cache, LAYOUTS[layout], world_size=2), single)
+def test_two_gpus_compute_what_one_does(layout: str, spread: dict[str, Reports], single: Reports) -> None:
+    assert_close(spread[layout], single)
+
+
+def train(
+    cases: dict[str, tuple[list[str], int]], cache: str, checkpoints: str | None = None
+) -> dict[str, Any]:
+    """On each rank: every case's reports of as many steps, and with `checkpoints` those of a resumed run."""
+    data = f"data.cache_dir={cache}"
+    found: dict[str, Any] = {
+        name: reports([data, *overrides], steps) for name, (overrides, steps) in cases.items()
+    }
+    if checkpoints:
+        # Last: it makes the process deterministic.
+        found["resume"] = straight_and_resumed(checkpoints, [data])
+    leave()
+    return found
 
 
 def build(overrides: list[str]) -> tuple[Any, Any]:
@@ -120,23 +141,21 @@ def build(overrides: list[str]) -> tuple[Any, Any]:
     from k3train.train.assemble import build_trainer, set_numerics, topology
     from k3train.train.inputs import Inputs
     from launch.compose import compose, resolve_layout
-    from parallel.groups import initialize
+    from tests.dist.zero2_worker import join
 
     config = resolve_layout(compose([*SHRUNK, *overrides]), int(os.environ["WORLD_SIZE"]))
     set_numerics(config)
-    groups = initialize(topology(config), timeout_minutes=5, seed=config.run.seed)
+    groups = join(topology(config))
     return build_trainer(config, groups), Inputs(config, groups)
 
 
-def train(overrides: list[str], steps: int) -> list[dict[str, Any]]:
+def reports(overrides: list[str], steps: int) -> Reports:
     """Figures of the first steps on the bundled text."""
     from k3train.train.step import train_step
-    from parallel.groups import destroy
 
     trainer, inputs = build(overrides)
     results = [train_step(trainer, inputs.next_step(), step) for step in range(1, steps + 1)]
     inputs.close()
-    destroy()
     return [
         {
             "loss": result.losses.loss,
@@ -154,7 +173,6 @@ def straight_and_resumed(root: str, overrides: list[str]) -> dict[str, Any]:
     from k3train.config import fixed_keys
     from k3train.train.assemble import build_trainer
     from k3train.train.step import train_step
-    from parallel.groups import destroy
 
     trainer, inputs = build(["run.deterministic=true", *overrides])
     manager = CheckpointManager(
@@ -183,7 +201,6 @@ def straight_and_resumed(root: str, overrides: list[str]) -> dict[str, Any]:
     inputs.seek(2)
     resumed = [train_step(fresh, inputs.next_step(), step).losses.loss for step in (3, 4)]
     inputs.close()
-    destroy()
     return {
         "tensors": len(saved),
         "different": different,

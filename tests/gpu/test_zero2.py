@@ -30,7 +30,7 @@ def two_gpus() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tiers_agree(dtype: str, tmp_path: Path) -> None:
     shape = [*VPP3, f"model.dtype={dtype}"]
-    disk = [f"offload.folder={tmp_path}", "offload.window_mib=1"]
+    disk = [f"offload.nvme_dir={tmp_path}", "offload.window_mib=1"]
     reference, *others = run(
         2,
         [
@@ -47,7 +47,7 @@ def test_tiers_agree(dtype: str, tmp_path: Path) -> None:
 
 
 def test_resume_crosses_tiers(tmp_path: Path) -> None:
-    disk = ["offload.gradients=nvme", "offload.optimizer=nvme", f"offload.folder={tmp_path}"]
+    disk = ["offload.gradients=nvme", "offload.optimizer=nvme", f"offload.nvme_dir={tmp_path}"]
     half = [*VPP3, "model.dtype=bfloat16"]
     pairs = [[zero2(half, *disk), zero2(half)], [zero2(half), zero2(half, "offload.optimizer=host")]]
     args = {"pairs": pairs, "root": str(tmp_path / "checkpoints")}

@@ -24,7 +24,7 @@ MOONEP2 = ["parallel.expert.size=2", "run.microbatches=2", "parallel.expert.disp
 BOUNDED = {
     "pp2_vpp2": (2, [*PP2_VPP2, "parallel.zero=0"]),
     # A layer's two reads of a bank row are added up before they meet the later layers' gradients.
-    "recompute": (1, ["model.recompute=layer", "parallel.zero=0"]),
+    "recompute": (1, ["offload.policy=recompute", "parallel.zero=0"]),
     "dp2": (2, ["parallel.data=2", "run.microbatches=2"]),
     "dp2_zero0": (2, ["parallel.data=2", "run.microbatches=2", "parallel.zero=0"]),
     "dp2_vpp3_zero2": (
@@ -37,7 +37,7 @@ BOUNDED = {
     "moonep_ep2_eplb": (2, [*MOONEP2, "parallel.expert.policy=eplb", "parallel.expert.eplb_every=1"]),
     "moonep_ep2_pp2_vpp2_recompute_waves": (
         4,
-        [*MOONEP2, *PP2_VPP2, "parallel.zero=0", "model.recompute=layer", "parallel.expert.slots=1"],
+        [*MOONEP2, *PP2_VPP2, "parallel.zero=0", "offload.policy=recompute", "parallel.expert.slots=1"],
     ),
     "ep2_pp2": (4, ["parallel.expert.size=2", "parallel.pipeline=2", "run.microbatches=2"]),
 }
@@ -133,7 +133,7 @@ def test_a_tower_in_the_pipeline_stays_within_bound(
 @pytest.mark.parametrize(
     "layout",
     [
-        ["parallel.data=2", "vision.recompute=true"],
+        ["parallel.data=2", "offload.sites.vit.layer=recompute"],
         ["parallel.expert.size=2"],
         ["parallel.data=2", "parallel.zero=1"],
     ],

@@ -10,10 +10,10 @@ from k3train.config import Config
 from k3train.config_file import load_yaml, to_yaml
 from k3train.errors import UserError
 from launch.compose import compose, ready
-from launch.groups import groups, summary
+from launch.groups import POLICIES, groups, policies, summary
 
 CONF = Path(conf.__file__).parent
-FILES = sorted(path.relative_to(CONF) for path in CONF.glob("*/*.yaml"))
+FILES = sorted(path.relative_to(CONF) for path in CONF.glob("*/*.yaml") if path.parent.name != POLICIES)
 # What a choice needs beside it to make a whole configuration.
 NEEDS = {
     "parallel/pp8_vpp2_ep128": ["model=k3", "run.microbatches=8", "eval.batches=1024"],
@@ -34,6 +34,21 @@ def test_every_shipped_file_composes_and_validates(path: Path) -> None:
     for key, value in given.items():
         if key not in ("defaults", *recipe) and not isinstance(value, dict):
             assert getattr(section, key) == value, f"{path} sets {key}, and something else overrode it"
+
+
+@pytest.mark.parametrize("recipe", ["tiny", "k3_pretrain"])
+@pytest.mark.parametrize("name", policies())
+def test_every_shipped_policy_holds_in_every_model(name: str, recipe: str) -> None:
+    given = yaml.safe_load((CONF / POLICIES / f"{name}.yaml").read_text())
+    assert summary(POLICIES, name)
+    overrides = [f"recipe={recipe}", f"offload.policy={name}", "offload.nvme_dir=scratch"]
+    if (recipe, name) == ("k3_pretrain", "peer"):
+        with pytest.raises(UserError, match="early and late pipeline ranks are on different nodes"):
+            ready(overrides, inputs=False)
+        return
+    resolved = ready(overrides, inputs=False).offload.resolved
+    assert {pattern: resolved[pattern] for pattern in given} == given
+    assert resolved.keys() - given.keys() <= {"vit.layer"}
 
 
 @pytest.mark.parametrize("recipe", groups()["recipe"])

@@ -11,7 +11,6 @@ from k3train.expert_plan import (
     combine_row_bytes,
     dispatch_row_bytes,
     entry_rows,
-    kept_bytes,
     layer_traffic,
     payload_rows,
     slot_bytes,
@@ -96,8 +95,3 @@ def test_peer_memory_is_staged_within_a_host() -> None:
     held.cluster.ranks_per_node = 4
     assert staging_bytes(held, layout) == 0
     assert staging_bytes(config(size=8, dispatcher="moonep"), layout) == 0
-
-
-def test_moonep_keeps_less() -> None:
-    assert kept_bytes(config(dispatcher="moonep")) == 8 * (2 * 8 * 2 + 44)
-    assert kept_bytes(config()) == 8 * ((2 * 16 + 3 * 8) * 2 + 4 * 16)

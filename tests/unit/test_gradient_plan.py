@@ -81,7 +81,7 @@ def test_a_larger_group_sums_less_often() -> None:
 
 def test_states_off_the_device_leave_two_windows() -> None:
     asked = config(pipeline=2, virtual=4, data=4)
-    asked.offload = OffloadConfig(gradients="host", optimizer="nvme", folder="disk", window_mib=1)
+    asked.offload = OffloadConfig(gradients="host", optimizer="nvme", nvme_dir="disk", window_mib=1)
     for held in plan(asked, 8)["memory_bytes"]:
         assert held["gradients"] == held["optimizer_states"] == held["master_weights"] == 0
         assert held["optimizer_windows"] == 2 << 20

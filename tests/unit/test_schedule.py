@@ -103,18 +103,18 @@ def test_costs_are_the_time_of_the_flops() -> None:
     assert cut.hop == pytest.approx(3 * 256 * 256 * 4 / (config.cluster.link_gbps * 1e9))
 
 
-@pytest.mark.parametrize("recompute", ["none", "layer"])
+@pytest.mark.parametrize("storage", ["keep", "recompute"])
 @pytest.mark.parametrize("dispatcher", ["alltoall", "moonep"])
-def test_every_byte_of_the_expert_exchanges_takes_its_time(dispatcher: str, recompute: str) -> None:
-    model = replace(MODEL, recompute=recompute)
-    config, _ = make(1, 1, model=model, expert=ExpertConfig(size=4, dispatcher=dispatcher), data=4)
+def test_every_byte_of_the_expert_exchanges_takes_its_time(dispatcher: str, storage: str) -> None:
+    config, _ = make(1, 1, expert=ExpertConfig(size=4, dispatcher=dispatcher), data=4)
     config.cluster = replace(config.cluster, ranks_per_node=4, gpus_per_node=4)
+    config.offload.sites = {"layer": storage}
     alone, spread = (stage_costs(config, Topology(expert=size, data=4), [range(24)]) for size in (1, 4))
     sent = sum(layer_traffic(config, Topology(expert=4, data=4), 256).values())
-    seconds = moe_layers(model, range(24)) * sent / (config.cluster.link_gbps * 1e9)
+    seconds = moe_layers(MODEL, range(24)) * sent / (config.cluster.link_gbps * 1e9)
     added = spread.forward[0] + spread.backward[0] - alone.forward[0] - alone.backward[0]
     assert added == pytest.approx(seconds)
-    again = recompute == "layer"
+    again = storage == "recompute"
     if dispatcher == "alltoall":
         assert spread.backward[0] - alone.backward[0] == pytest.approx(seconds * (1 + again) / (2 + again))
 
@@ -187,7 +187,8 @@ def test_every_part_costs_the_flops_of_its_items(mode) -> None:
 
 
 def test_a_recomputing_tower_runs_forward_again() -> None:
-    config, topology = with_tower(recompute=True)
+    config, topology = with_tower()
+    config.offload.sites = {"vit.layer": "recompute"}
     grids = [[(1, 4, 4)]] * 4
     table, costs = pipeline_table(config, topology), stage_costs(*make(virtual=1), [range(12), range(12, 24)])
     _, spent, _ = vision_table(config, table, costs, grids, topology)

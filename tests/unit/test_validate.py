@@ -41,7 +41,7 @@ MOONEP = ["parallel.expert.size=2", "parallel.expert.dispatcher=moonep"]
         (["model.top_k=32"], ["model.top_k=32", "below model.num_experts=32"]),
         (["model.latent_size=512"], ["model.latent_size=512", "at most model.hidden_size=256"]),
         (["model.num_dense_layers=10"], ["model.num_dense_layers=10", "at most model.num_layers=9"]),
-        (["model.vocab_size=256"], ["model.vocab_size=256", "at least 259"]),
+        (["model.vocab_size=256"], ["model.vocab_size=256", "at least 263"]),
         (["data.sequence_length=1"], ["data.sequence_length=1", "at least 2"]),
         (["parallel.virtual=5"], ["parallel.pipeline=2", "2 x 5 chunks", "model.num_layers=9"]),
         (["parallel.layers_per_chunk=[5,4]"], ["parallel.layers_per_chunk=[5,4]", "has 2 chunks", "needs 4"]),
@@ -88,8 +88,22 @@ MOONEP = ["parallel.expert.size=2", "parallel.expert.dispatcher=moonep"]
         ),
         (
             ["optim=adamw", "parallel.zero=2", "offload.gradients=nvme"],
-            ["offload.gradients=nvme", "set offload.folder"],
+            ["offload.gradients=nvme", "set offload.nvme_dir"],
         ),
+        (["offload.policy=nvme"], ["offload.policy=nvme", "*=nvme", "set offload.nvme_dir"]),
+        (["offload.sites.kda.core=fp8+nvme"], ["offload.sites.kda.core=fp8+nvme", "set offload.nvme_dir"]),
+        (["offload.sites.kda.core=hots"], ["offload.sites.kda.core=hots", "did you mean host?"]),
+        (["offload.sites.kda.core=host", "offload.host_gb=0"], ["offload.host_gb=0 leaves no room"]),
+        ([*SINGLE, "offload.policy=peer"], ["offload.policy=peer", "another pipeline rank"]),
+        (["offload.sites.kda.cor=host"], ["kda.cor=host: no such site; did you mean kda.core?"]),
+        (["offload.sites.kda.output=recompute"], ["kda.output=recompute", "regions there are kda.input"]),
+        (["offload.sites.layer=host"], ["offload.sites.layer=host", "add recompute+"]),
+        (["offload.policy=budget"], ["offload.policy=budget", "set offload.budget_gb"]),
+        (["offload.policy=host", "offload.budget_gb=4"], ["offload.budget_gb=4", "leave one of them out"]),
+        (["offload.budget_gb=-1"], ["offload.budget_gb=-1", "above 0"]),
+        (["offload.allow=[hots]"], ["offload.allow=[hots]", "recompute, fp8, host"]),
+        (["offload.recompute_layers=2"], ["offload.recompute_layers=2", "add offload.policy=recompute"]),
+        (["offload.inflight_mib=0"], ["offload.inflight_mib=0", "at least 1"]),
         (["parallel=single", "parallel.microbatch_group=2"], ["only virtual stages have groups"]),
         (
             ["parallel.pipeline=3", "parallel.virtual=3", "parallel.microbatch_group=2"],
@@ -102,7 +116,7 @@ MOONEP = ["parallel.expert.size=2", "parallel.expert.dispatcher=moonep"]
         (["data.train=[a]"], ["data.train=[a]", "data=indexed"]),
         (["data=indexed"], ["data.train=[]", "k3train data prepare"]),
         (["data=indexed", "data.train=[no/such]"], ["data.train=[no/such]", "no/such.bin does not exist"]),
-        (["data=indexed", "data.max_bytes=9"], ["data.max_bytes=9", "bundled corpus only"]),
+        (["data=indexed", "data.max_bytes=9"], ["data.max_bytes=9", "data=bundled only"]),
         (
             ["data=indexed", "data.train=[a,b]", "data.train_weights=[1]"],
             ["data.train_weights=[1.0]", "1 weights for 2 entries of data.train"],
@@ -113,6 +127,12 @@ MOONEP = ["parallel.expert.size=2", "parallel.expert.dispatcher=moonep"]
         ),
         (["data=indexed", "data.train=[a,b]", "data.train_weights=[1,0]"], ["[1.0,0.0]", "above 0"]),
         (["data=indexed", "data.train=[a]", "data.train_weights=[inf]"], ["[inf]", "finite"]),
+        (["data.path=[a.jsonl]"], ["data.path=[a.jsonl]", "data=chat only"]),
+        (["data=chat", "data.path=[]"], ["data.path is empty", "exercises"]),
+        (["data=chat", "data.path=[no.jsonl]"], ["no.jsonl does not exist"]),
+        (["data=chat", "vision=tiny", "data.images=[digits]"], ["data.images=[digits]", "chats name their"]),
+        (["data=chat", "data.overlong=wrap"], ["data.overlong=wrap", "cut, drop"]),
+        (["data=chat", "data.held_out=1"], ["data.held_out=1.0", "excluded"]),
         (["model.num_shared_experts=0"], ["model.num_shared_experts=0", "at least 1"]),
         (["cluster.restarts=-1"], ["cluster.restarts=-1", "at least 0"]),
         (["data.tokenizer=no.json"], ["data.tokenizer=no.json"]),
@@ -210,6 +230,20 @@ def test_run_folder_has_to_be_writable(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(UserError, match=r"run\.dir=.* cannot be written"):
         ready(["recipe=tiny", f"run.dir={tmp_path}/run"])
+
+
+def test_the_disk_of_activations_has_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "run").mkdir()
+    base = ["recipe=tiny", "offload.policy=nvme", f"run.dir={tmp_path}/run"]
+    assert ready([*base, f"offload.nvme_dir={tmp_path}/disk"])
+    with pytest.raises(UserError, match=r"nvme_dir=.*: there is no .*/not/mounted; make it, or name another"):
+        ready([*base, f"offload.nvme_dir={tmp_path}/not/mounted/disk"])
+    with pytest.raises(UserError, match=r"nvme_dir=.*: .*file is not a folder"):
+        ready([*base, f"offload.nvme_dir={tmp_path}/file/disk"])
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(UserError, match=r"nvme_dir=.* cannot be written"):
+        ready([*base, f"offload.nvme_dir={tmp_path}/disk"])
 
 
 def test_a_folder_of_another_run_is_refused_unless_it_starts_anew(tmp_path: Path) -> None:

@@ -87,24 +87,6 @@ def saved_bytes(vision: VisionConfig, grids: list[shapes.Grid]) -> int:
     return sum(size for place, (size, _) in held.items() if place not in own)
 
 
-def test_activation_estimate_is_near_what_autograd_keeps() -> None:
-    grids: list[shapes.Grid] = [(1, 16, 16), (2, 8, 8)]
-    estimate = sum(shapes.activation_bytes(SMALL, 96, grid, 4) for grid in grids)
-    # torch's CPU kernel of RMSNorm keeps two more tensors of the hidden size than the fused one.
-    norms = (2 * SMALL.depth + 1) * 2 * SMALL.hidden_size * 4 * sum(map(shapes.patches, grids))
-    assert estimate + norms == pytest.approx(saved_bytes(SMALL, grids), rel=0.1)
-
-
-def test_recomputation_keeps_one_row_a_block_and_one_block() -> None:
-    grid = (1, 32, 32)
-    full, lean = (
-        shapes.activation_bytes(replace(MOONVIT, recompute=again), 7168, grid, 2) for again in (False, True)
-    )
-    block = shapes.block_bytes_per_patch(MOONVIT, 2)
-    assert full - lean == 1024 * (26 * block - 27 * 1024 * 2)
-    assert block == 2 * (4 * 1024 + 4 * 1536 + 2 * 4096) + 4 * 14
-
-
 def test_planning_vision_loads_no_torch() -> None:
     for path in ("k3train/vision_config.py", "k3train/vision_shapes.py"):
         assert heavy_chains(ROOT, path) == []
@@ -117,7 +99,7 @@ def test_shipped_towers_are_valid(name: str) -> None:
     assert vision.enabled == (name != "none")
     assert vision.head_dim % 4 == 0 and vision.rope_max >= vision.grid_size
     if name == "moonvit_v2":
-        shape = {key.name for key in fields(vision)} - {"enabled", "recompute"}
+        shape = {key.name for key in fields(vision)} - {"enabled"}
         assert all(getattr(vision, key) == getattr(MOONVIT, key) for key in shape)
     if name == "tiny":
         assert sum(shapes.count_by_kind(vision, 256).values()) < 250_000

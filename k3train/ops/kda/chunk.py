@@ -136,14 +136,15 @@ class _ChunkKDA(torch.autograd.Function):
             states.append(chunks.decay[n] * states[n] + torch.matmul(end_keys_t[n], written[n]))
         incoming = torch.stack(states[:-1])  # [N, b, H, D, Dv]
         output = torch.matmul(q * chunks.from_start, incoming) + torch.matmul(chunks.query_pairs, written)
-        ctx.save_for_backward(q, k, v, g, beta, incoming, written, read_keys)
-        ctx.scale, ctx.borders = scale, borders
+        ctx.save_for_backward(q, k, v, g, beta, incoming, written, read_keys, *(borders or ()))
+        ctx.scale = scale
         return output.mul_(scale), states[-1]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, incoming, written, read_keys = ctx.saved_tensors
-        chunks = _prepare(q, k, g, beta, ctx.borders)
+        q, k, v, g, beta, incoming, written, read_keys, *factors = ctx.saved_tensors
+        borders = _Borders(*factors) if factors else None
+        chunks = _prepare(q, k, g, beta, borders)
         grad_output = grad_output * ctx.scale
         q_start = q * chunks.from_start
         end_keys = k * chunks.to_end
@@ -166,9 +167,9 @@ class _ChunkKDA(torch.autograd.Function):
         grad_v, grad_start_keys, grad_beta, grad_key_pairs = _mix_backward(
             chunks, k, v, beta, grad_written, grad_read_keys
         )
-        if ctx.borders is not None:
-            grad_query_pairs *= ctx.borders.pairs
-            grad_key_pairs *= ctx.borders.pairs
+        if borders is not None:
+            grad_query_pairs *= borders.pairs
+            grad_key_pairs *= borders.pairs
         grad_q_late = torch.matmul(grad_query_pairs, k * chunks.early)
         grad_k_late = torch.matmul(grad_key_pairs, k * chunks.early)
         grad_k_early = torch.matmul(grad_query_pairs.transpose(-1, -2), q * chunks.late)

@@ -46,7 +46,7 @@ def probe(folder: Path, *arguments: str) -> tuple[str, str]:
         (["plan", "run.stepz=1"], "run.stepz=1: no such key; did you mean run.steps?"),
         (["trian"], "trian: no such verb; did you mean train?"),
         (["launch", "pbs"], "launch: pbs is no launcher; valid are slurm, kubernetes"),
-        (["data", "make"], "data: make is no command of it; valid is prepare"),
+        (["data", "make"], "data: make is no command of it; valid are prepare, show"),
         (["data", "prepare", "x.txt"], "the following arguments are required: --output"),
         (["report"], "report: no run folder given"),
         (["report", "nowhere"], "nowhere: no such run folder"),

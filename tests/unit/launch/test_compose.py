@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from k3train.activation_policy import policy_of
 from k3train.config import Config
 from k3train.errors import UserError
 from launch.compose import compose, ready, resolve_layout, world_size
@@ -71,7 +72,7 @@ def test_zero_clip_and_vocabulary_are_derived() -> None:
     [
         (
             "recipe=tinny",
-            "recipe=tinny: no such recipe; valid are h200_slice, h200_small, k3_pretrain, tiny,",
+            "recipe=tinny: no such recipe; valid are h200_slice, h200_small, k3_pretrain,",
         ),
         ("optim=sgd", "optim=sgd: no such optim; valid are adamw, muon, muon_per_head"),
         ("run.stepz=3", "run.stepz=3: no such key; did you mean run.steps?"),
@@ -127,11 +128,68 @@ def test_evaluation_is_rounded_up_to_what_the_layout_shares(
 
 
 def test_whether_the_tower_recomputes_is_decided_before_the_run() -> None:
-    assert compose(["recipe=tiny"]).vision.recompute is None
+    def said(*overrides: str) -> str | None:
+        policy = policy_of(ready(overrides, inputs=False))
+        return str(policy.storage("vit.layer")) if policy.pattern("vit.layer") else None
+
+    assert compose(["recipe=tiny"]).offload.resolved == {}
     overrides = ["recipe=tiny", "vision.mode=phase", "run.microbatches=64"]
-    assert ready(overrides, inputs=False).vision.recompute is False
+    assert said(*overrides) == "keep"
     # 255 MiB are needed, and a tenth of the memory is left free.
     short = [*overrides, "cluster.memory_gib=0.26"]
-    assert ready(short, inputs=False).vision.recompute is True
-    assert ready([*short, "vision.recompute=false"], inputs=False).vision.recompute is False
-    assert ready(["recipe=h200_small"], inputs=False).vision.recompute is None, "there is no tower"
+    assert said(*short) == "recompute"
+    assert said(*short, "offload.sites.vit.layer=keep") == "keep"
+    assert said(*short, "offload.policy=recompute", "offload.sites={vit.*: keep}") == "keep"
+    assert said("recipe=h200_small") is None, "there is no tower"
+
+
+def test_a_policy_is_read_by_name_and_changed_by_site() -> None:
+    config = compose(
+        ["offload.policy=recompute", "offload.sites={kda.*: fp8+host}", "offload.sites.mla.core=host"]
+    )
+    assert config.offload.sites == {"kda.*": "fp8+host", "mla.core": "host"}
+    assert config.offload.resolved == {
+        "layer": "recompute",
+        "mtp.layer": "recompute",
+        "vit.layer": "recompute",
+    }
+    policy = policy_of(config)
+    assert [str(policy.storage(name)) for name in ("layer", "kda.core", "mla.core", "mla.key")] == [
+        "recompute",
+        "fp8+host",
+        "host",
+        "keep",
+    ]
+
+
+def test_a_policy_of_one_s_own_is_a_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "mine.yaml"
+    path.write_text('"kda.*": host\n')
+    assert compose([f"offload.policy={path}"]).offload.resolved == {"kda.*": "host"}
+    for text, message in (
+        ("[1]", "expected a mapping"),
+        ("{", "not YAML"),
+        ("kda.core: {a: b}", "expected a"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=message):
+            compose([f"offload.policy={path}"])
+    with pytest.raises(UserError, match="No such file"):
+        compose([f"offload.policy={tmp_path}/other.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("offload.policy=hots", "offload.policy=hots: no such policy; valid are fp8_host, host,"),
+        ("offload.policy=mixd", "did you mean mixed?"),
+        ("offload=host", "offload is a section; set one of its keys, for example offload.policy=..."),
+        ("offload.resolved.layer=keep", "offload.resolved: is derived from offload.policy"),
+        ("offload.sites=host", "offload.sites=host: expected a mapping from strings to strings"),
+        ("offload.site.layer=host", "no such key"),
+    ],
+)
+def test_a_refused_policy(override: str, message: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        compose([override])
+    assert message in str(refusal.value) and "\n" not in str(refusal.value)

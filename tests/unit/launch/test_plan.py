@@ -7,10 +7,11 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
+from k3train.errors import UserError
 from k3train.log.timeline import Recording, write
 from launch import cli
 from launch.help import verb
-from launch.plan import OPTIONS
+from launch.plan import OPTIONS, main, measured_tiers
 from parallel.pipeline.build import build
 from parallel.pipeline.simulate import Costs, simulate
 from parallel.pipeline.vision_fill import inline
@@ -96,7 +97,7 @@ def test_the_text_tells_how_much_of_the_tower_is_hidden(capsys, mode) -> None:
 
 
 def test_a_long_fill_is_explained_on_stderr_alone(capsys) -> None:
-    overrides = ["run.microbatches=256", "vision.recompute=false", "--json"]
+    overrides = ["run.microbatches=256", "offload.sites.vit.layer=keep", "--json"]
     assert cli.main(["plan", *TINY[:2], *overrides]) == 0
     assert json.loads(capsys.readouterr().out)["pipeline"]["hidden_fraction"] > 0.5
 
@@ -106,7 +107,7 @@ def test_pictures_are_written_where_asked(capsys, tmp_path) -> None:
     folder = tmp_path / "new" / "pictures"
     assert cli.main(["plan", *TINY, f"costs.from={run}", f"out={folder}"]) == 0
     printed = capsys.readouterr().out
-    names = ["timeline.html", "timeline.png", "timeline.svg", "timeline.trace.json"]
+    names = ["activations.svg", "timeline.html", "timeline.png", "timeline.svg", "timeline.trace.json"]
     assert sorted(path.name for path in folder.iterdir()) == names
     assert all(str(folder / name) in printed for name in names)
     assert ElementTree.fromstring((folder / "timeline.svg").read_text()).tag.endswith("svg")
@@ -170,3 +171,54 @@ def test_the_help_lists_the_arguments() -> None:
     assert all(f"{option}=" in text for option in OPTIONS)
     places = [text.index(f"  {option}=") for option in ("out", "costs", "costs.from", "schedule", "images")]
     assert all(before < after for before, after in pairwise(places))
+
+
+def test_measured_tiers_become_keys_of_the_cluster(tmp_path: Path) -> None:
+    path = tmp_path / "tiers.json"
+    rows = [
+        {"tier": "host", "direction": "out", "GB/s": 52.125, "large": True},
+        {"tier": "host", "direction": "in", "GB/s": 48.5, "large": True},
+        {"tier": "host", "direction": "in", "GB/s": 12.0, "large": False},
+        {"tier": "nvme", "direction": "out", "GB/s": 2.5, "large": True},
+        {"tier": "nvme", "direction": "in", "GB/s": 6.0, "large": True},
+    ]
+    path.write_text(json.dumps({"rows": rows}))
+    assert measured_tiers(path) == [
+        "cluster.host_gbps=48.5",
+        "cluster.nvme_write_gbps=2.5",
+        "cluster.nvme_read_gbps=6",
+    ]
+    path.write_text("[]")
+    with pytest.raises(UserError, match=r"has no figures of tiers; .*offload_tiers\.py --json"):
+        measured_tiers(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        measured_tiers(tmp_path / "other.json")
+
+
+def test_a_policy_is_shown_by_site_and_tier_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["recipe=tiny", "vision=none", "data.images=[]", "offload.policy=host", "offload.min_kib=0"]
+    assert main([*overrides, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    found = planned["activations"]
+    sites = {entry["site"]: entry for entry in found["sites"]}
+    assert sites["kda.core"]["storage"] == "host" and sites["head"]["storage"] == "keep"
+    assert sites["kda.core"]["pattern"] == "*" and sites["kda.core"]["place"] == "host"
+    assert all(rank["host"] > 0 for rank in found["tiers"]) and found["policy"] == "host"
+    assert all("offload_windows" in rank for rank in planned["memory_bytes"])
+    assert main([*overrides, f"out={tmp_path}"]) == 0
+    text = capsys.readouterr().out
+    assert "Activations, policy host" in text and "kda.core" in text
+    assert "host memory" in (tmp_path / "activations.svg").read_text()
+    assert "activations held over the step" in (tmp_path / "timeline.html").read_text()
+
+
+def test_a_budget_is_solved_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["recipe=tiny", "vision=none", "data.images=[]", "offload.budget_gb=0.23"]
+    assert main([*overrides, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["activations"]["policy"] == "budget"
+    assert max(sum(rank.values()) for rank in planned["memory_bytes"]) <= 0.23e9
+    changed = [entry for entry in planned["activations"]["sites"] if entry["storage"] != "keep"]
+    assert changed and all(entry["why"] for entry in changed if entry["saved_bytes"])

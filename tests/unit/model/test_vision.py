@@ -16,7 +16,9 @@ from k3train.model.vision_init import initial_vision, initialize_vision
 from k3train.ops.items import Items
 from k3train.vision_config import VisionConfig
 from k3train.vision_shapes import Grid, check_grid, parameters, patches
+from offload.manager import ActivationManager
 from tests.unit.model import plain_vision
+from tests.unit.model.saved import backward, manager
 
 TINY = VisionConfig(
     enabled=True, depth=2, hidden_size=24, num_heads=3, head_dim=12, ffn_size=40, grid_size=6, rope_max=16,
@@ -47,11 +49,19 @@ def named(model: VisionModel) -> dict[str, Tensor]:
     return {f"vision.{name}": parameter for name, parameter in model.named_parameters()}
 
 
-def gradients(model: VisionModel, x: Tensor, grids: list[Grid] = GRIDS) -> list[Tensor]:
+def gradients(
+    model: VisionModel, x: Tensor, grids: list[Grid] = GRIDS, keeper: ActivationManager | None = None
+) -> list[Tensor]:
     """Gradients of every parameter for a loss that weighs each output differently."""
-    output, _ = model(x, grids)
-    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output)
-    return list(torch.autograd.grad((output * weight).sum(), list(model.parameters())))
+
+    def loss() -> Tensor:
+        output, _ = model(x, grids)
+        weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output)
+        return (output * weight).sum()
+
+    model.zero_grad()
+    backward(loss, keeper)
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "reference"])
@@ -132,30 +142,26 @@ def test_patches_are_cast_to_the_dtype_of_the_tower() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_recomputation_changes_no_bit(dtype: torch.dtype) -> None:
-    models = [VisionModel(replace(TINY, recompute=again), OUT, dtype) for again in (False, True)]
-    answers = []
-    for model in models:
-        initialize_vision(model, 5, init_std=0.3)
-        answers.append(gradients(model, make_patches(GRIDS)))
-    assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
+    model = VisionModel(TINY, OUT, dtype)
+    initialize_vision(model, 5, init_std=0.3)
+    expected = gradients(model, make_patches(GRIDS))
+    assert len(expected) == len(list(model.parameters()))
+    rules = (
+        {"vit.layer": "recompute"},
+        {"vit.norm": "recompute", "vit.qkv": "recompute", "vit.activation": "recompute"},
+    )
+    for each in rules:
+        found = gradients(model, make_patches(GRIDS), keeper=manager(model.parameters(), **each))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), each
 
 
 def test_recomputation_keeps_only_the_inputs_of_the_blocks() -> None:
-    def kept(recompute: bool) -> int:
-        model = build(replace(TINY, depth=6, recompute=recompute))
-        held: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            held[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(make_patches(GRIDS), GRIDS)
-        return sum(held.values()) - sum(p.untyped_storage().nbytes() for p in model.parameters())
-
-    block_inputs = 6 * sum(map(patches, GRIDS)) * TINY.hidden_size * 8
-    assert kept(True) < kept(False) - 8 * block_inputs
+    model = build(replace(TINY, depth=6))
+    keeper = manager(model.parameters(), **{"vit.layer": "recompute"})
+    gradients(model, make_patches(GRIDS), keeper=keeper)
+    assert keeper.saved["vit.layer"] == 6 * sum(map(patches, GRIDS)) * TINY.hidden_size * 8
+    # The test's own loss is the other.
+    assert keeper.saved.keys() == {"vit.input", "vit.layer", "vit.projector", "other"}
 
 
 def test_epsilon_is_pinned() -> None:

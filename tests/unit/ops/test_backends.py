@@ -7,7 +7,17 @@ import torch
 from k3train.errors import UserError
 from k3train.ops import backends
 
-OPERATORS = {"kda", "short_conv", "attn_res", "situ", "attention", "item_attention", "grouped", "linear"}
+OPERATORS = {
+    "kda",
+    "short_conv",
+    "attn_res",
+    "situ",
+    "attention",
+    "item_attention",
+    "grouped",
+    "mx",
+    "linear",
+}
 
 
 def test_auto_runs_every_operator_on_cpu() -> None:

@@ -13,7 +13,7 @@ NOPE, EXTRA, VALUE = 16, 8, 16
 LAYOUTS = {
     "one rank": (1, ["parallel.zero=0", "run.microbatches=1"]),
     "two shards": (2, ["parallel.data=2", "parallel.zero=1", "run.microbatches=1"]),
-    "recompute": (1, ["model.recompute=layer", "run.microbatches=1"]),
+    "recompute": (1, ["offload.policy=recompute", "run.microbatches=1"]),
 }
 
 
