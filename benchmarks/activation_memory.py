@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.common import activations, report
+from benchmarks.common.device import dismantle, synchronize
 from benchmarks.common.device_time import device_time
 from k3train.config import Config
 from k3train.quiet import quiet
@@ -370,17 +371,6 @@ def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "policy": best and best["policy"],
         "reached": best is not None and best["step ratio"] <= AIM_RATIO,
     }
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def dismantle(chunks: list[Any]) -> None:
-    """Break the circle of wrapper, gradient hooks and the last step's graph, which gc cannot see."""
-    for chunk in chunks:
-        vars(chunk).clear()
 
 
 def tell(line: str) -> None:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import report
+from benchmarks.common.device import synchronize
 from k3train.errors import UserError
 from k3train.ops import backends
 from k3train.ops.attention import causal_attention
@@ -125,12 +126,6 @@ def measure(op: str, backend: str, inputs: Inputs, packing: Packing, repeats: in
         torch.autograd.grad(run(inputs, packing, backend), inputs, weight)
 
     return {"forward": timed(forward, repeats), "forward_backward": timed(both, repeats)}
-
-
-def synchronize() -> None:
-    """Wait for the device, where there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def timed(function: Callable[[], None], repeats: int) -> list[float]:

@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import report
+from benchmarks.common.device import dismantle, synchronize
 from k3train import flops, shapes
 from k3train.config import Config
 from k3train.quiet import quiet
@@ -174,19 +175,6 @@ def row(recipe: str, system: str, config: Config, seconds: list[float], rank: in
     if torch.cuda.is_available():
         figures["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
     return figures
-
-
-def synchronize() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def dismantle(chunks: list[Any]) -> None:
-    """Break the circle of wrapper, gradient hooks and the last step's graph, which gc cannot see."""
-    for chunk in chunks:
-        vars(chunk).clear()
 
 
 def release() -> None:

@@ -245,7 +245,7 @@ class OffloadConfig:
     resolved: dict[str, str] = field(default_factory=dict)
     """What `policy` says, as found before the run. Derived: set `sites`."""
     budget_gb: float | None = None
-    """Device memory of a rank, GB, into which the plan fits everything by the cheapest policy it finds."""
+    """Device memory of a rank, GB, into which the plan fits everything, as cheaply as its search finds."""
     allow: list[str] = field(default_factory=lambda: ["recompute", "host", "peer", "nvme"])
     """What a budget may choose beside keep; fp8 too, where gradients need not be those of `keep` to the bit.
     nvme needs `nvme_dir`, peer a pipeline."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 from weakref import ref
 
 import torch
@@ -167,19 +167,17 @@ class Scope:
 class Handle:
     """A tensor that was saved: part of an entry."""
 
-    __slots__ = ("_dtype", "_is_used", "_offset", "_shape", "_stride", "entry", "scope")
+    __slots__ = ("_is_used", "_part", "entry", "scope")
 
     def __init__(self, entry: Entry, tensor: Tensor, scope: Scope | None) -> None:
-        self.entry, self.scope = entry, scope
-        self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
-        self._offset = tensor.storage_offset()
+        self.entry, self.scope, self._part = entry, scope, Part.of(tensor)
         self._is_used = False
         if scope is not None:
             scope.add(entry)
 
     def tensor(self) -> Tensor:
         """The tensor, over whatever memory its entry has on the device now."""
-        return self.entry.restored().view(self._dtype).as_strided(self._shape, self._stride, self._offset)
+        return self._part.over(self.entry.restored())
 
     def use(self) -> bool:
         """Note that backward has asked for it: whether it was the scope's last handle of its entry."""
@@ -191,6 +189,24 @@ class Handle:
             return False
         del self.entry.pending[self.scope]
         return True
+
+
+class Part(NamedTuple):
+    """Where a tensor lies in its storage."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> Part:
+        """Of a tensor."""
+        return Part(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def over(self, storage: Tensor) -> Tensor:
+        """The tensor, over uint8 [bytes of such a storage]."""
+        return storage.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -224,8 +224,7 @@ class ActivationManager:
         entry = None if known is None or known.storage.expired() else known.entry()
         if entry is None or known is None or known.version != tensor._version:
             entry = self._store(tensor)
-        handle = Handle(entry, tensor, scope)
-        return handle
+        return Handle(entry, tensor, scope)
 
     def _store(self, tensor: Tensor) -> Entry:
         site = self._name_of(tensor)
@@ -324,9 +323,7 @@ class ActivationManager:
             self._enter(scope)
         entry = handle.entry
         is_last = handle.use()
-        if entry.is_ahead:
-            entry.is_ahead = False
-            self._ahead_bytes -= entry.nbytes
+        self._not_ahead(entry)
         if is_last:
             entry.drop()
             if not entry.pending and entry in self._leaving:
@@ -468,9 +465,3 @@ class _Saved:
 
 def _unpack(kept: Any) -> Tensor:
     return kept if isinstance(kept, Tensor) else kept.unpack()  # type: ignore[no-any-return]
-
-
-def describe(saved: Mapping[str, int]) -> str:
-    """Bytes by site on one line, the largest first."""
-    rows = sorted(saved.items(), key=lambda row: -row[1])
-    return ", ".join(f"{name} {nbytes / 2**20:.1f} MiB" for name, nbytes in rows)

@@ -15,6 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from .entry import Part, whole
 from .random_state import RandomState, replayed
 from .sites import Place
 
@@ -151,20 +152,15 @@ class RegionHandle:
 class ResultHandle:
     """A tensor over the memory of a region's result, saved by somebody else."""
 
-    __slots__ = ("__weakref__", "_dtype", "_index", "_offset", "_region", "_shape", "_stride", "is_used")
+    __slots__ = ("__weakref__", "_index", "_part", "_region", "is_used")
 
     def __init__(self, region: Region, index: int, tensor: Tensor) -> None:
-        self._region, self._index, self.is_used = region, index, False
-        self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
-        self._offset = tensor.storage_offset()
+        self._region, self._index, self._part, self.is_used = region, index, Part.of(tensor), False
 
     def unpack(self) -> Tensor:
         """See `Kept`."""
         self.is_used = True
-        made = self._region.output(self._index)
-        elements = made.untyped_storage().nbytes() // made.dtype.itemsize
-        flat = made.as_strided((elements,), (1,), 0).view(torch.uint8)
-        return flat.view(self._dtype).as_strided(self._shape, self._stride, self._offset)
+        return self._part.over(whole(self._region.output(self._index)))
 
 
 class _Recorder:
