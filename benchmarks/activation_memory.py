@@ -11,7 +11,7 @@ go through all policies in turn, on one model. On a CPU the tiny model, whose ti
   ratio          time over keep's, medians; `step ratio` with an optimizer step, timed apart, on both sides
   tokens/s       of the step with the optimizer
   measured_over_plan  the manager's highest count over the plan's, of the place where they differ most
-  longest        longest sequence of which one micro-batch fits, to 1,024 tokens (--longest)
+  longest        longest sequence of which one micro-batch fits, to 1,024 tokens (--longest POLICY)
 
 Then the same of megatron-core's GPTModel of the same shape, without optimizer states: full and selective
 recompute and its fine-grained offload, which serves its own attention, MLP and expert modules alone and so
@@ -82,12 +82,13 @@ def main() -> None:
     parser = report.arguments(__doc__ or "")
     parser.add_argument("--policy", action="append", help="only keep and this policy, may be repeated")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--longest", action="store_true", help="also the longest sequence of each policy")
+    parser.add_argument("--longest", action="append", default=[], help="its longest sequence; repeatable")
     parser.add_argument("--seconds", type=float, default=20, help="time for each longest sequence")
     parser.add_argument("--limit", type=int, default=131072, help="longest sequence that is tried")
     parser.add_argument(
         "--profile", action="append", default=[], help="what the device did in a step of this policy"
     )
+    parser.add_argument("--trace", type=Path, help="folder for Chrome traces of what is profiled")
     parser.add_argument("--no-baseline", action="store_true", help="leave megatron-core out")
     parser.add_argument("--only-baseline", action="store_true", help="leave k3train out")
     parser.add_argument("overrides", nargs="*", help="configuration overrides")
@@ -245,13 +246,13 @@ def our_rows(configs: dict[str, Config], groups: Any, options: Any) -> list[dict
     rows = [our_row(name, samples, counts, optimizer, tokens) for name in ways]
     for row in (row for row in rows if row["policy"] in options.profile):
         ours.use(row["policy"])
-        row["device"] = device_time(lambda: ours.forward_backward(work))
+        trace = options.trace and options.trace / f"{Path(row['policy']).stem}.json.gz"
+        row["device"] = device_time(lambda: ours.forward_backward(work), trace)
         tell(f"{row['policy']}: {row['device']}")
-    if options.longest:
-        for row in (row for row in rows if row["policy"] != HOOKS):
-            try_length = partial(ours.fits, row["policy"])
-            row["longest"] = activations.longest(try_length, length, options.limit, GRAIN, options.seconds)
-            tell(f"{row['policy']}: longest {row['longest']}")
+    for row in (row for row in rows if row["policy"] in options.longest):
+        try_length = partial(ours.fits, row["policy"])
+        row["longest"] = activations.longest(try_length, length, options.limit, GRAIN, options.seconds)
+        tell(f"{row['policy']}: longest {row['longest']}")
     dismantle(ours.trainer.modules)
     return rows
 

@@ -9,15 +9,17 @@ are of one token, or of one patch in the tower; experts are loaded evenly, rows 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .activation_sites import Saved, is_region
 from .config import Config
+from .context_plan import attention_share
 from .expert_plan import balanced, payload_rows
 from .flops import KDA_CHUNK
+from .microbatch import tokens_per_microbatch
 from .shapes import BYTES, block_starts, layer_kinds, model_dtype, vocab_rows
 from .vision_config import VisionConfig
-from .vision_shapes import attention_channels, patch_values
+from .vision_shapes import Grid, attention_channels, patch_values
 
 FLOAT, INDEX = 4, 8
 ROUTE = "route"
@@ -107,6 +109,16 @@ def tower_ends(vision: VisionConfig, dtype: str, device: str) -> list[Saved]:
     return tensors.found
 
 
+def tower_positions(vision: VisionConfig, grids: Iterable[Grid]) -> list[Saved]:
+    """The matrices that resize the learned positions to the grids of items, as a whole: two for each grid."""
+    side, tensors = vision.grid_size, _Tensors("fp32", "cpu", "vit.")
+    for _, h, w in grids:
+        if (h, w) != (side, side):
+            for length in (h, w):
+                tensors.add("resize of positions", side * length, ("input",), kind="fp32")
+    return tensors.found
+
+
 def projector(vision: VisionConfig, out_size: int, dtype: str, device: str) -> list[Saved]:
     """What the projector saves of one embedding that it makes."""
     tensors = _Tensors(dtype, device, "vit.")
@@ -187,6 +199,7 @@ class _ModelTensors(_Tensors):
         super().__init__(model_dtype(config.model), device, part)
         self.config, self.model = config, config.model
         self.tokens = config.data.sequence_length
+        self.share = attention_share(config)
         fast = {"kda": "fla", "short_conv": "fla", "attn_res": "fla", "attention": "te"}
         plain = {"kda": "chunk", "short_conv": "shift", "attn_res": "lean", "attention": "sdpa"}
         asked = {name: getattr(config.model.backends, name) for name in fast}
@@ -260,13 +273,18 @@ class _ModelTensors(_Tensors):
         self.add("states", states, core, made_in="kda.core", kind="fp32")
 
     def _mla(self) -> None:
-        model = self.model
+        model, ranks = self.model, self.config.parallel.context
         heads, values = model.num_heads, model.num_heads * model.v_head_dim
         self.norm("mla.query", "latent of queries", model.q_lora_rank, made_in="mla.input")
-        self.add("normed latent of queries", model.q_lora_rank, ("mla.query",), made_in="mla.query")
         wide = model.kv_lora_rank + model.qk_extra_head_dim
         self.norm("mla.key", "latent of keys", model.kv_lora_rank, made_in="mla.input", held_as=wide)
-        self.add("normed latent of keys", model.kv_lora_rank, ("mla.key",), made_in="mla.key")
+        if ranks == 1:
+            self.add("normed latent of queries", model.q_lora_rank, ("mla.query",), made_in="mla.query")
+            self.add("normed latent of keys", model.kv_lora_rank, ("mla.key",), made_in="mla.key")
+        else:
+            sent = model.q_lora_rank * self.share.queries
+            self.add("normed latents of queries, sent", sent, ("mla.query",), taken_by=("mla.query",))
+            self.add("latents of whole rows", wide * ranks, ("mla.key",), made_in="mla.key")
         query = heads * (model.qk_nope_head_dim + model.qk_extra_head_dim)
         getattr(self, f"_attend_{self._attention_kernel()}")(query, values)
         self._gate("mla", values)
@@ -282,34 +300,56 @@ class _ModelTensors(_Tensors):
 
     def _attend_fused(self, query: int, values: int) -> None:
         self._qkv(query, values, ("mla.core",))
-        self.add("attended", values, ("mla.core", "mla.gate"), made_in="mla.core", taken_by=("mla.gate",))
+        if self.share.moves:
+            self.add("attended", values * self.share.queries, ("mla.core",), made_in="mla.core")
+            self._sent_home(values)
+        else:
+            self.add("attended", values, ("mla.core", "mla.gate"), made_in="mla.core", taken_by=("mla.gate",))
         self._log_sums()
 
     def _attend_padded(self, query: int, values: int) -> None:
         """Everything as wide as the widest head."""
         self._qkv(query, values, ())
-        model = self.model
+        model, share = self.model, self.share
         widest = max(model.qk_nope_head_dim + model.qk_extra_head_dim, model.v_head_dim)
         width = model.num_heads * (-(-widest // 8) * 8)
-        self.add("padded", 4 * width, ("mla.core",), made_in="mla.core")
-        self.add("attended", values, ("mla.gate",), made_in="mla.core", taken_by=("mla.gate",))
+        rows = 2 * share.queries + 2 * share.keys
+        self.add("padded", rows * width, ("mla.core",), made_in="mla.core")
+        if share.moves:
+            self._sent_home(values)
+        else:
+            self.add("attended", values, ("mla.gate",), made_in="mla.core", taken_by=("mla.gate",))
         self._log_sums()
 
     def _attend_written_out(self, query: int, values: int) -> None:
         """Everything in FP32, with the whole softmax."""
         self._qkv(query, values, ())
-        softmax = self.model.num_heads * self.tokens
-        self.add("in FP32", 2 * query + values, ("mla.core",), made_in="mla.core", kind="fp32")
+        share = self.share
+        keys: float = self.tokens
+        if self.config.parallel.context > 1:  # of all rows at once
+            keys = share.keys * tokens_per_microbatch(self.config)
+        softmax = self.model.num_heads * share.queries * keys
+        wide = query * share.queries + (query + values) * share.keys
+        self.add("in FP32", wide, ("mla.core",), made_in="mla.core", kind="fp32")
         self.add("softmax", softmax, ("mla.core",), made_in="mla.core", kind="fp32")
+        if share.moves:
+            self._sent_home(values)
+            return
         self.add("attended", values, (), made_in="mla.core", taken_by=("mla.gate",))
         self.add("attended, token by token", values, ("mla.gate",), made_in="mla.gate")
 
+    def _sent_home(self, values: int) -> None:
+        """Outputs of this rank's tokens, most of them computed by others."""
+        self.add("attended, sent home", values, ("mla.gate",), taken_by=("mla.gate",))
+
     def _qkv(self, query: int, values: int, saved_by: tuple[str, ...]) -> None:
-        self.add("queries", query, saved_by, made_in="mla.query", taken_by=("mla.core",))
-        self.add("keys and values", query + values, saved_by, made_in="mla.key", taken_by=("mla.core",))
+        queries, keys = query * self.share.queries, (query + values) * self.share.keys
+        self.add("queries", queries, saved_by, made_in="mla.query", taken_by=("mla.core",))
+        self.add("keys and values", keys, saved_by, made_in="mla.key", taken_by=("mla.core",))
 
     def _log_sums(self) -> None:
-        self.add("log-sums", self.model.num_heads, ("mla.core",), made_in="mla.core", kind="fp32")
+        sums = self.model.num_heads * self.share.queries
+        self.add("log-sums", sums, ("mla.core",), made_in="mla.core", kind="fp32")
 
     def feed_forward(self, kind: str, norm: str) -> None:
         """One of the two, behind the norm in region `norm`."""
@@ -344,14 +384,14 @@ class _ModelTensors(_Tensors):
         self.add("rows", entries * latent, (rows,), taken_by=(rows,))
         self.add("gate and up", entries * 2 * width, (act,), made_in=rows, taken_by=(act,))
         self.add("activated", entries * width, ("moe.experts",), made_in=act)
-        saved = (combine,) if self.element == FLOAT else ()
-        self.add("outputs", entries * latent, saved, taken_by=(combine,))
-        if self.element < FLOAT:
-            self.add("outputs in FP32", entries * latent, (combine,), made_in=combine, kind="fp32")
+        self.add("outputs", entries * latent, (combine,), taken_by=(combine,))
+        if self.config.run.deterministic:  # which sums by index_add, and that keeps what it adds
+            kind = "model" if self.element == FLOAT else "fp32"
+            self.add("weighted outputs", entries * latent, (combine,), made_in=combine, kind=kind)
         self.add("weights of all experts", model.num_experts, (), taken_by=(combine,), kind="fp32")
-        self.add("weights", model.num_experts + entries, (combine,), made_in=combine, kind="fp32")
-        self.add("mask", model.num_experts / INDEX, (combine,), kind="index")
-        self.norm("moe.norm", "combined rows", latent, made_in=combine)
+        self.add("weights", entries, (combine,), made_in=combine, kind="fp32")
+        self.add("their places", entries, (combine,), kind="index")
+        self.norm("moe.norm", "combined rows", latent)
 
     def _balanced_experts(self) -> None:
         """MoonEP: one step of autograd, and the indices of its route beside it."""

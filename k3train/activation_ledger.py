@@ -11,6 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from offload.policy import KEEP, TIERS, Policy, Storage
 from parallel.pipeline.rows import RowPlan
@@ -239,7 +240,8 @@ def tower(config: Config, part: Sequence[Grid]) -> Stage:
     ends = _times(activation_bytes.tower_ends(vision, dtype, device), rows)
     made = sum(vision_tokens(vision, grid) for grid in part)
     projector = activation_bytes.projector(vision, config.model.hidden_size, dtype, device)
-    stage = Stage(Counter([*ends, *_times(projector, made)]))
+    positions = activation_bytes.tower_positions(vision, (grid for grid, _ in groupby(part)))
+    stage = Stage(Counter([*ends, *positions, *_times(projector, made)]))
     if policy_of(config).storage(TOWER_LAYER).recompute:
         row = float(rows * vision.hidden_size * element_bytes(config.model))
         stage.tensors[Saved(TOWER_LAYER, "rows", row, "model", None, (BANK,), ())] += vision.depth
@@ -269,7 +271,7 @@ def tower_places(config: Config, parts: Sequence[Sequence[Sequence[Grid]]], rank
     known: dict[tuple[Grid, ...], Held] = {}
 
     def look(part: Sequence[Grid]) -> Held:
-        key = tuple(sorted(part))
+        key = tuple(part)
         if key not in known:
             known[key] = stage_places(config, tower(config, part), rank)
         return known[key]

@@ -55,7 +55,7 @@ _MOE = (
     Site("moe.dispatch_input", "rows of the experts", True),
     Site("moe.activation", "gate and up of the experts", True),
     Site("moe.experts", "activated rows of the experts"),
-    Site("moe.combine", "outputs of the experts in FP32, weights", True),
+    Site("moe.combine", "outputs of the experts, weights", True),
     Site("moe.norm", "combined rows", True),
     Site("moe.output", "combined rows, normed"),
     Site("moe.shared.input", "what the first projection of the shared experts makes", True),

@@ -41,11 +41,25 @@ def rules(config: Config, given: set[str]) -> dict[str, str]:
 
 def _read(path: Path, name: str) -> dict[str, str]:
     try:
-        found = yaml.safe_load(path.read_text()) or {}
+        tree = yaml.compose(path.read_text(), Loader=yaml.SafeLoader)
     except OSError as error:
         raise UserError(f"offload.policy={name}: cannot be read ({error.strerror or error})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"offload.policy={name}: not YAML ({str(error).splitlines()[0]})") from error
-    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+    if tree is None:
+        return {}
+    if not isinstance(tree, yaml.MappingNode):
         raise UserError(f"offload.policy={name}: expected a mapping from sites to storages like kda.*: host")
-    return {str(pattern): text for pattern, text in found.items()}
+    found: dict[str, str] = {}
+    for site, storage in tree.value:
+        where = f"offload.policy={name}: line {site.start_mark.line + 1}: "
+        if not _is_text(site) or not _is_text(storage):
+            raise UserError(f"{where}expected a site and its storage, like kda.*: host")
+        if site.value in found:
+            raise UserError(f"{where}{site.value} has a storage already; remove one of the two")
+        found[site.value] = storage.value
+    return found
+
+
+def _is_text(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:str"

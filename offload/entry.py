@@ -32,6 +32,12 @@ class Stored(Protocol):
     def free(self) -> None: ...
 
 
+class Survivors(Protocol):
+    """Who keeps memory that is still being copied when its entry goes; see `leaving`."""
+
+    def outlive(self, parcel: Stored, content: Tensor, place: str) -> None: ...
+
+
 class Codec(Protocol):
     """Lossy storage of floating-point numbers as bytes; see `offload.fp8`."""
 
@@ -48,7 +54,7 @@ class Entry:
 
     __slots__ = (
         "__weakref__", "_base", "_codec", "code", "dtype", "is_ahead", "ledger", "nbytes", "parcel",
-        "pending", "site", "source", "version",
+        "pending", "sent", "site", "source", "survivors", "version",
     )  # fmt: skip
 
     def __init__(self, ledger: Ledger, site: str, tensor: Tensor) -> None:
@@ -62,6 +68,9 @@ class Entry:
         """Handles that a scope's backward has still to use."""
         self.is_ahead = False
         """Brought back before it was asked for."""
+        self.sent = 0
+        """Bytes that its tier was given."""
+        self.survivors: Survivors | None = None
         self._codec: Codec | None = None
         self._base: Tensor | None = None
         ledger.add("device", self.nbytes)
@@ -74,6 +83,19 @@ class Entry:
         self.ledger.add("fp8", self.code.numel())
         self._forget_source()
         return self.code
+
+    def send(self, parcel: Stored | None, survivors: Survivors) -> None:
+        """Note that `content` is being copied to a tier; None: no tier takes it."""
+        if parcel is not None:
+            self.parcel, self.survivors = parcel, survivors
+            self.sent = self.content.numel()
+
+    @property
+    def content(self) -> Tensor:
+        """What of it is on the device, as a tier takes it: uint8 [n]."""
+        content = self.source if self.code is None else self.code
+        assert content is not None
+        return content
 
     @property
     def is_away(self) -> bool:
@@ -134,14 +156,16 @@ class Entry:
         self.ledger.add("device", -self.nbytes)
 
     def __del__(self) -> None:
+        self.drop()
         if self.parcel is not None and not self.is_away:
             # The memory must not be used anew while it is being copied.
-            self.parcel.wait_stored()
+            assert self.survivors is not None
+            self.survivors.outlive(self.parcel, self.content, "device" if self.code is None else "fp8")
+            return
         if self.source is not None:
             self._forget_source()
         if self.code is not None:
             self.ledger.add("fp8", -self.code.numel())
-        self.drop()
         if self.parcel is not None:
             self.parcel.free()
 

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .entry import Codec, Entry, Handle, Scope, Stored
+from .leaving import Leaving
 from .ledger import Ledger
 from .policy import Policy, Storage
 from .recompute import Region, tensors_of
@@ -52,6 +53,10 @@ class Packer(Protocol):
 
     def pack(self, tensor: Tensor) -> Any:
         """What stands for the tensor: the tensor, or something with `unpack`."""
+        ...
+
+    def milestone(self) -> Any:
+        """The same for a place in the forward without a tensor; None: nothing is run again to get there."""
         ...
 
 
@@ -99,8 +104,8 @@ class ActivationManager:
         self._scopes: dict[Hashable, Scope] = {}
         self._current: Scope | None = None
         self._queue: deque[Scope] = deque()
-        self._leaving: dict[Entry, None] = {}
-        self._leaving_bytes = self._ahead_bytes = 0
+        self._leaving = Leaving(self.ledger, window)
+        self._ahead_bytes = 0
         self._thread = threading.local()
 
     # Forward
@@ -166,6 +171,11 @@ class ActivationManager:
             known = self._names.get(storage._cdata)
             if known is None or known[0].expired():
                 self._names[storage._cdata] = StorageWeakRef(storage), full
+
+    def milestone(self) -> Callable[[], None]:
+        """See `sites.Keeper`."""
+        marks = [packer.milestone() for packer in self._stack]
+        return partial(_reach, [mark for mark in marks if mark is not None])
 
     def region(
         self, name: str, function: Callable[..., Any], inputs: tuple[Any, ...], keep_results: bool
@@ -240,27 +250,9 @@ class ActivationManager:
 
     def _send(self, entry: Entry, rule: Storage) -> None:
         assert rule.tier is not None
-        content = entry.source if entry.code is None else entry.code
-        assert content is not None
-        entry.parcel = self._tiers.put(rule.tier, content)
-        if entry.parcel is None:
-            return
-        self._leaving[entry] = None
-        self._leaving_bytes += content.numel()
-        # The newest has only just started: waiting for it would hide nothing of its copy.
-        while self._leaving_bytes > self._window and len(self._leaving) > 1:
-            self._let_go(next(iter(self._leaving)))
-
-    def _let_go(self, entry: Entry) -> None:
-        self._stay(entry)
-        entry.leave()
-
-    def _stay(self, entry: Entry) -> None:
-        """Take an entry out of the window of those that leave."""
-        del self._leaving[entry]
-        content = entry.source if entry.code is None else entry.code
-        assert content is not None
-        self._leaving_bytes -= content.numel()
+        entry.send(self._tiers.put(rule.tier, entry.content), self._leaving)
+        if entry.parcel is not None:
+            self._leaving.add(entry)
 
     def _know(self, tensor: Tensor, entry: Entry) -> None:
         storage = tensor.untyped_storage()
@@ -300,11 +292,7 @@ class ActivationManager:
 
     def release(self, key: Hashable) -> None:
         """The backward of `key` is far away: give up what has been copied out by now."""
-        for entry in list(self._leaving):
-            assert entry.parcel is not None
-            if not entry.parcel.is_stored():
-                break
-            self._let_go(entry)
+        self._leaving.release()
 
     def prefetch(self, key: Hashable) -> None:
         """The backward of `key` comes soon."""
@@ -326,8 +314,9 @@ class ActivationManager:
         self._not_ahead(entry)
         if is_last:
             entry.drop()
-            if not entry.pending and entry in self._leaving:
-                self._stay(entry)
+            if not entry.pending:
+                self._leaving.stay(entry)
+        self._leaving.settle()
         self._advance()
 
     def _enter(self, scope: Scope) -> None:
@@ -360,7 +349,7 @@ class ActivationManager:
     def _not_ahead(self, entry: Entry) -> None:
         if entry.is_ahead:
             entry.is_ahead = False
-            self._ahead_bytes -= entry.nbytes
+            self._ahead_bytes -= entry.sent
 
     def _advance(self) -> None:
         """Bring back what is needed next, as far as the window has room."""
@@ -368,23 +357,28 @@ class ActivationManager:
             scope = self._queue[0]
             while scope.following >= 0:
                 entry = scope.entries[scope.following]()
-                if entry is not None and entry.pending.get(scope) and not self._bring(entry):
+                if entry is not None and entry.pending.get(scope) and not self._bring(entry, scope):
                     return
                 scope.following -= 1
             self._queue.popleft()
 
-    def _bring(self, entry: Entry) -> bool:
+    def _bring(self, entry: Entry, scope: Scope) -> bool:
         """Whether an entry is here, on its way, or need not be moved; False: the window is full."""
-        if entry.is_ahead or entry.parcel is None or not (entry.is_away or entry in self._leaving):
+        is_leaving = entry in self._leaving
+        if entry.is_ahead or entry.parcel is None or not (entry.is_away or is_leaving):
             return True
-        if self._ahead_bytes and self._ahead_bytes + entry.nbytes > self._window:
+        if is_leaving and scope is self._current:
+            # It is used before anything else leaves: the other window has had room for it.
+            self._leaving.stay(entry)
+            return True
+        if self._ahead_bytes and self._ahead_bytes + entry.sent > self._window:
             return False
-        if entry in self._leaving:
-            self._stay(entry)
+        if is_leaving:
+            self._leaving.stay(entry)
         else:
             entry.fetch()
         entry.is_ahead = True
-        self._ahead_bytes += entry.nbytes
+        self._ahead_bytes += entry.sent
         return True
 
     # Steps
@@ -410,7 +404,7 @@ class ActivationManager:
             self._leave()
         self._queue.clear()
         self._leaving.clear()
-        self._leaving_bytes = self._ahead_bytes = 0
+        self._ahead_bytes = 0
         self._scopes.clear()
         self._results.clear()
         self._names.clear()
@@ -447,6 +441,9 @@ class _Storing:
             return found
         return _Saved(self._manager, self._manager.handle(tensor, self._scope))
 
+    def milestone(self) -> None:
+        """See `Packer`."""
+
 
 class _Saved:
     """A tensor in a graph of autograd."""
@@ -461,6 +458,11 @@ class _Saved:
         tensor = self._handle.tensor()
         self._manager.used(self._handle)
         return tensor
+
+
+def _reach(marks: Iterable[Any]) -> None:
+    for mark in marks:
+        mark.unpack()
 
 
 def _unpack(kept: Any) -> Tensor:

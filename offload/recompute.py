@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from .manager import ActivationManager
 
 
+NOTHING = torch.empty(0)
+"""What a milestone saves."""
+
+
 class Kept(Protocol):
     """What the hooks keep in place of a tensor."""
 
@@ -172,6 +176,9 @@ class _Recorder:
     def pack(self, tensor: Tensor) -> RegionHandle:
         return self._region.record()
 
+    def milestone(self) -> RegionHandle:
+        return self._region.record()
+
 
 class _Capture:
     """Packs what a region saves when it is run again."""
@@ -182,6 +189,9 @@ class _Capture:
     def pack(self, tensor: Tensor) -> None:
         index, self.count = self.count, self.count + 1
         self._region.capture(index, tensor)
+
+    def milestone(self) -> None:
+        self.pack(NOTHING)
 
 
 class _Enough(Exception):

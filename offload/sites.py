@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -34,6 +35,10 @@ class Keeper(Protocol):
 
     def named(self, name: str, tensors: tuple[Tensor, ...]) -> None:
         """Whoever saves one of these first, it belongs to site `name`."""
+        ...
+
+    def milestone(self) -> Callable[[], None]:
+        """To be called in backward: the regions around this point have been run again that far."""
         ...
 
 
@@ -95,6 +100,32 @@ def named(name: str, *tensors: Tensor) -> None:
     manager = keeper()
     if manager is not None:
         manager.named(name, tensors)
+
+
+def collective(x: Tensor) -> Tensor:
+    """x, the result of a collective: where it lies in a region that is run again, all ranks run it again.
+
+    Else a rank on which nothing that was saved is large enough to be given up would leave the others waiting.
+    """
+    manager = keeper()
+    if manager is None or not x.requires_grad:
+        return x
+    result: Tensor = _Milestone.apply(x, manager.milestone())
+    return result
+
+
+class _Milestone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, reach: Callable[[], None]) -> Tensor:
+        ctx.reach = reach
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # Unlike saved tensors, what a node has been given stays for as long as the node does.
+        reach, ctx.reach = ctx.reach, None
+        reach()
+        return grads[0], None
 
 
 def region[T](name: str, function: Callable[..., T], *inputs: Any, keep_results: bool = False) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import tempfile
 from collections.abc import Callable, Iterable
@@ -12,9 +13,9 @@ Interval = tuple[float, float]
 COMPUTING = ("kernel", "gpu_memset")
 
 
-def device_time(function: Callable[[], None]) -> dict[str, float]:
+def device_time(function: Callable[[], None], trace: Path | None = None) -> dict[str, float]:
     """Milliseconds of one call: `wall`, `computing`, `out` and `back` (copies to and from the host), `hidden`
-    (copies beneath kernels), `idle` (no kernel runs).
+    (copies beneath kernels), `idle` (no kernel runs). Its Chrome trace is left in the file `trace`.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -25,7 +26,10 @@ def device_time(function: Callable[[], None]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(file))
-        return summary(json.loads(file.read_text())["traceEvents"])
+        text = file.read_bytes()
+    if trace is not None:
+        trace.write_bytes(gzip.compress(text, 6))
+    return summary(json.loads(text)["traceEvents"])
 
 
 def summary(events: list[dict]) -> dict[str, float]:  # type: ignore[type-arg]

@@ -16,13 +16,14 @@ from megatron.core.transformer.moe.moe_utils import unpermute
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor, nn
 
-from offload.sites import named, region, site
+from offload.sites import collective, named, region, site
 from parallel.moonep.dispatcher import MoonEPDispatcher
 from parallel.moonep.layer import MoonEP, Routed
 from parallel.moonep.plan import FILL, NONE, Eplb, Policy
 
 from ..config import ExpertConfig
 from ..ops.backends import current_device
+from ..ops.host_copy import to_host
 from .experts import LatentExpertMath, RoutedExperts
 from .memo import LayerMemo
 from .transformer_config import K3TransformerConfig
@@ -36,13 +37,27 @@ class LatentDispatcher(MoEAlltoAllTokenDispatcher):
     """
 
     tokens_per_expert: Tensor
+    num_global_tokens_per_local_expert: Tensor
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        """Rows of each local expert; they and the splits are on the host when megatron-core has waited."""
+        rows: Tensor = super().preprocess(routing_map)
+        if not rows.is_cuda:
+            return rows
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            split = getattr(self, name)
+            if isinstance(split, Tensor):
+                setattr(self, name, to_host(split).numpy())
+        if self.num_local_experts > 1:
+            self.num_global_tokens_per_local_expert = to_host(self.num_global_tokens_per_local_expert)
+        return to_host(rows)
 
     def token_dispatch(self, rows: Tensor, permuted_probs: Tensor) -> tuple[Tensor, Tensor]:
         """Exchange rows [t * k, l]; the second value stays where it is and only keeps the interface."""
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
             "before_ep_alltoall", self.tokens_per_expert
         )
-        received = all_to_all(self.ep_group, rows, self.output_splits, self.input_splits)
+        received = collective(all_to_all(self.ep_group, rows, self.output_splits, self.input_splits))
         return received, received.new_ones(received.shape[0])
 
     def combine_postprocess(self, rows: Tensor) -> Tensor:
@@ -52,9 +67,11 @@ class LatentDispatcher(MoEAlltoAllTokenDispatcher):
             _weighted_sums,
             order=self.reversed_local_input_permutation_mapping,
             shape=self.hidden_shape_before_permute,
-            routing_map=self.routing_map,
+            counts=self.routing_map.sum(0),
         )
-        return region("moe.combine", weigh, rows, self.probs).view(self.hidden_shape)
+        # Kept: to sum again for a norm's sake would cost more than the few bytes are worth.
+        combined = region("moe.combine", weigh, rows, self.probs, keep_results=True)
+        return combined.view(self.hidden_shape)
 
     def plan(self, choice: Tensor, memo: LayerMemo | None, *, counted: bool = True) -> Tensor:
         """Nothing to plan: the choice itself."""
@@ -84,14 +101,23 @@ class LatentDispatcher(MoEAlltoAllTokenDispatcher):
             rows, unused = self.token_dispatch(rows, unused)
             rows, rows_per_expert, _ = self.dispatch_postprocess(rows, unused)
         rows = self.combine_preprocess(experts(rows, rows_per_expert))
-        return self.combine_postprocess(self.token_combine(rows)), meanwhile()
+        returned = collective(self.token_combine(rows))
+        return self.combine_postprocess(returned), meanwhile()
 
 
 def _weighted_sums(
-    rows: Tensor, probs: Tensor, *, order: Tensor, shape: torch.Size, routing_map: Tensor
+    rows: Tensor, probs: Tensor, *, order: Tensor, shape: torch.Size, counts: Tensor
 ) -> Tensor:
-    """Each token's rows [t * k, l] weighted by probs [t, E], summed in FP32: `shape` [t, l], rounded once."""
-    sums = unpermute(rows.float(), order, restore_shape=shape, probs=probs, routing_map=routing_map)
+    """Each token's rows [t * k, l] weighted by probs [t, E], summed in FP32: `shape` [t, l], rounded once.
+
+    Rows lie by expert, `counts` [E] of each; `order` [t * k] says of which token they are. `unpermute` could
+    weight them as well, but waits for the device, behind all that is on its way to the host.
+    """
+    experts = torch.arange(counts.numel(), device=counts.device)
+    experts = experts.repeat_interleave(counts, output_size=order.numel())
+    weights = probs.flatten().index_select(0, order * counts.numel() + experts)
+    # The product is FP32; backward keeps the rows as they are.
+    sums = unpermute(rows * weights[:, None], order, restore_shape=shape)
     return sums.to(rows.dtype)
 
 
@@ -149,7 +175,7 @@ class BalancedDispatcher(MoonEPDispatcher):
         value = meanwhile()
         named("moe.dispatch_input", tokens)
         with site("moe.experts"):
-            mixed = self.moonep(tokens, weights, routed, self.math, first, second)
+            mixed = collective(self.moonep(tokens, weights, routed, self.math, first, second))
         return mixed.view_as(latent), value
 
     def memory(self) -> dict[str, Tensor]:

@@ -87,14 +87,13 @@ class QuantileRouter(Router):
 
     def _count(self, scores: Tensor, indices: Tensor, cutoff: Tensor, valid: Tensor | None) -> None:
         if self.traced is not None:
-            self.traced.append(torch.bincount(indices.flatten(), minlength=self.load.numel()))
+            self.traced.append(entries(indices, self.load.numel()))
         self.histogram += required_bias_histogram(
             scores, cutoff, self.expert_bias, bins=self.histogram.shape[1], valid=valid
         )
         unbiased = scores.topk(self.top_k, dim=-1).indices
         for load, chosen in ((self.load, indices), (self.unbiased_load, unbiased)):
-            kept = chosen if valid is None else chosen[valid]
-            load += torch.bincount(kept.reshape(-1), minlength=load.numel())
+            load += entries(chosen, load.numel(), valid)
 
     def reset_counts(self) -> None:
         """Forget the tokens counted so far."""
@@ -107,3 +106,14 @@ class QuantileRouter(Router):
         ema = self.config.k3.balance_ema
         blended = ema * self.expert_bias + (1 - ema) * fresh
         self.expert_bias.copy_(blended - blended.mean())
+
+
+def entries(choice: Tensor, experts: int, valid: Tensor | None = None) -> Tensor:
+    """How often each expert was chosen, int64 [E], by the tokens of choice [t, k] that `valid` [t] marks.
+
+    Does not wait for the device, as `torch.bincount` does.
+    """
+    ones = torch.ones_like(choice)
+    if valid is not None:
+        ones *= valid[:, None]
+    return choice.new_zeros(experts).scatter_add_(0, choice.flatten(), ones.flatten())

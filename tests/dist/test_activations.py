@@ -22,6 +22,7 @@ LAYOUTS = {
         2,
         ["parallel.expert.size=2", "run.microbatches=2", "parallel.expert.dispatcher=moonep"],
     ),
+    "context 2": (2, ["parallel.context=2", "run.microbatches=2"]),
     "zero 2": (2, ["parallel.data=2", "parallel.virtual=3", "run.microbatches=2", "parallel.zero=2"]),
     "data 2 x pipeline 2 x virtual 2": (4, [*VIRTUAL, "parallel.data=2", "run.microbatches=4"]),
 }
@@ -45,6 +46,17 @@ def random_policy(seed: int, disk: Path, tiers: tuple[str, ...]) -> list[str]:
     text = ",".join(f"{name}:{storage}" for name, storage in rules.items())
     sizes = ["offload.host_gb=0.2", "offload.nvme_gb=0.2", "offload.peer_gb=0.2", f"offload.nvme_dir={disk}"]
     return [f"offload.sites={{{text}}}", *sizes, *SMALLEST]
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "moonep"])
+def test_ranks_run_the_same_collectives_again_whatever_each_has_saved(dispatcher: str) -> None:
+    """The threshold lies among the sizes of the rows that experts get, which differ from rank to rank."""
+    layout = ["parallel.expert.size=2", "run.microbatches=2", f"parallel.expert.dispatcher={dispatcher}"]
+    layout += ["model.num_dense_layers=0", "data.micro_batch_size=1"]
+    thresholds = [["offload.policy=recompute", f"offload.min_kib={size}"] for size in (18, 19, 20, 21, 22)]
+    args = {"layout": layout, "policies": [["offload.policy=keep"], *thresholds], "steps": 1}
+    for kept, *others in run_workers("tests.dist.activations_worker:run", 2, args, timeout=90):
+        assert all(found["reports"] == kept["reports"] for found in others)
 
 
 @pytest.mark.parametrize(

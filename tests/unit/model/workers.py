@@ -22,7 +22,8 @@ def build(*overrides: str) -> tuple[Any, Any]:
 
     os.environ.pop("MASTER_PORT", None)
     os.environ.pop("MASTER_ADDR", None)
-    config = resolve_layout(compose([*SMALL, "model.mtp_layers=0", *overrides]), 1)
+    config = resolve_layout(compose([*SMALL, "model.mtp_layers=0", "run.deterministic=false", *overrides]), 1)
+    torch.use_deterministic_algorithms(config.run.deterministic)
     groups = initialize(topology(config), timeout_minutes=1, seed=1)
     (model,) = build_trainer(config, groups).models
     generator = torch.Generator().manual_seed(7)
@@ -118,20 +119,28 @@ def count_moonep() -> dict[str, Any]:
 
 def saved_by_site(overrides: list[str]) -> dict[str, dict[str, tuple[float, float]]]:
     """(measured, calculated) bytes of one token by layer, or "end", and site, in a forward."""
-    from k3train import activation_bytes
-    from k3train.activation_sites import held_bytes
     from k3train.ops.packing import Packing
 
     config, model = build(*overrides)
-    model.train()
     batch, tokens = config.data.micro_batch_size, config.data.sequence_length
+    device = next(model.parameters()).device
+    return held_by_site(config, model, Packing.single(batch, tokens, device))
+
+
+def held_by_site(config: Any, model: Any, packing: Any) -> dict[str, dict[str, tuple[float, float]]]:
+    """The same of a chunk that holds the whole model, for this rank's columns of random tokens."""
+    from k3train import activation_bytes
+    from k3train.activation_sites import held_bytes
+
+    model.train()
+    batch, tokens = packing.document_ids.shape
     recorder = Recorder([*model.parameters(), *model.buffers()])
     for index, layer in model.layers.items():
         layer.register_forward_pre_hook(lambda *_, unit=index: setattr(recorder, "unit", unit))
         layer.register_forward_hook(lambda *_: setattr(recorder, "unit", "end"))
     device = next(model.parameters()).device
     data = torch.randint(0, 256, (batch, tokens), generator=torch.Generator().manual_seed(1)).to(device)
-    packing, mask = Packing.single(batch, tokens, device), torch.ones(batch, tokens, device=device)
+    mask = torch.ones(batch, tokens, device=device)
     with recorder.recording():
         held = model(data, packing, data, mask)
     measured = recorder.counted()
@@ -205,6 +214,7 @@ def saved_by_tower(vision: VisionConfig, dtype: str, device: str) -> tuple[dict[
     for tensors, times in (
         (activation_bytes.tower_block(vision, dtype, device), vision.depth * length),
         (activation_bytes.tower_ends(vision, dtype, device), length),
+        (activation_bytes.tower_positions(vision, grids), 1),
         (activation_bytes.projector(vision, 96, dtype, device), sum(tokens(vision, grid) for grid in grids)),
     ):
         for site, size in held_bytes(tensors).items():

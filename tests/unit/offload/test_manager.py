@@ -30,10 +30,11 @@ class Parcel:
         tier.held += source.numel()
 
     def wait_stored(self) -> None:
+        self._tier.waits += not self._tier.is_done
         self._source = None  # type: ignore[assignment]
 
     def is_stored(self) -> bool:
-        return True
+        return self._tier.is_done
 
     def fetch(self) -> None:
         self._tier.fetches += self._fetched is None
@@ -57,6 +58,7 @@ class Tier:
 
     def __init__(self, capacity: int = 1 << 30) -> None:
         self.capacity, self.held, self.fetches, self.lost = capacity, 0, 0, False
+        self.is_done, self.waits = True, 0
 
     def put(self, tier: str, source: Tensor) -> Parcel | None:
         if self.held + source.numel() > self.capacity:
@@ -283,6 +285,35 @@ def test_what_has_not_left_is_not_fetched(model: Model) -> None:
     narrow = build(model, {"*": "host"}, tier, window=0)
     model.gradients(narrow)
     assert tier.fetches > 10
+
+
+def test_backward_waits_for_no_copy_out(model: Model, expected: list[Tensor]) -> None:
+    tier = Tier()
+    manager = build(model, {"*": "host"}, tier, window=1 << 30)
+    tier.is_done = False
+    assert_equal(model.gradients(manager), expected)
+    assert tier.waits == tier.fetches == 0
+    held = manager.ledger.now()
+    assert held["device"] == held["host"] == tier.held > 0, "nobody wants it, but it is being copied"
+    tier.is_done = True
+    assert_equal(model.gradients(manager), expected)
+    assert tier.waits == 0
+    assert_empty(manager, tier)
+
+
+def test_copies_that_outlive_their_tensors_count_in_the_window(model: Model, expected: list[Tensor]) -> None:
+    row = ROWS * WIDTH * 8
+    tier = Tier()
+    manager = build(model, {"*": "host"}, tier, window=40 * row)
+    tier.is_done = False
+    for _ in range(3):
+        manager.begin_step()
+        assert_equal(model.gradients(manager, nested=False), expected)
+        assert manager.ledger.peak["device"] <= 40 * row + 2 * 4 * row
+        assert manager.ledger.now()["device"] > 0
+    assert tier.waits > 0
+    manager.end_step()
+    assert_empty(manager, tier)
 
 
 def test_a_row_is_held_between_forwards(model: Model) -> None:
