@@ -213,7 +213,6 @@ def _through_torch() -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
     except Exception as error:  # a broken native library raises nearly anything
         return [], [], f"torch: importing it failed: {error}".splitlines()[0]
     from k3train.ops.backends import report
-    from k3train.quant.products import report as products
     from offload.files.engine import report as engines
     from offload.tiers import report as tiers
     from parallel.moonep.plan.backends import report as planners
@@ -229,7 +228,6 @@ def _through_torch() -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
         {"operator": op, "backend": backend, "available": available, "reason": reason}
         for op, backend, available, reason in [
             *report(),
-            *(("mx products", *row) for row in products()),
             *(("moonep plan", *row) for row in planners()),
             *(("file engine", *row) for row in engines()),
             *(("offload tier", *row) for row in tiers()),

@@ -112,6 +112,7 @@ def _grouped(
         grouped.grouped_linear,
         segments=grouped.Segments.of(rows_per_expert.tolist(), rows.device),
         seen=codec.weights,
+        multiply=config.expert_multiply(),
         backend=config.k3.backends.grouped,
     )
     # What a product sees is what it keeps: rounding is a part of the region before it.
@@ -127,11 +128,12 @@ class LatentExpertMath:
     def __init__(self, config: K3TransformerConfig) -> None:
         self.activation = SiTUGLU(config=config)
         self.backend, self.codec = config.k3.backends.grouped, config.expert_codec()
+        self._multiply = config.expert_multiply()
         self._last: tuple[Segments, grouped.Segments] | None = None
 
     def multiply(self, rows: Tensor, weights: Sequence[Tensor], segments: Segments) -> Tensor:
         """rows [n, i], weights [o, i] to [n, o]."""
-        return grouped.multiply(rows, weights, self._grouped(segments), backend=self.backend)
+        return self._multiply(rows, weights, self._grouped(segments), backend=self.backend)
 
     def input_gradient(self, grad: Tensor, weights: Sequence[Tensor], segments: Segments) -> Tensor:
         """grad [n, o], weights [o, i] to [n, i]."""

@@ -12,6 +12,9 @@ from parallel.moonep import EXACT, Codec
 from parallel.moonep.transport import Transport
 
 from ..config import Config, ExpertConfig, ModelConfig
+from ..ops import grouped
+from ..ops.backends import current_device
+from ..quant.products import Multiply
 from ..quant.qat import ExpertQuantiser
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -27,6 +30,8 @@ class K3TransformerConfig(TransformerConfig):
     """Gives the transport that all MoE layers share; a function, for megatron-core copies configurations."""
     expert_codec: Callable[[], Codec] = lambda: EXACT
     """Gives what the products of routed experts see of weights and rows; a function for the same reason."""
+    expert_multiply: Callable[[], Multiply] = lambda: grouped.multiply
+    """Gives the forward product of routed experts."""
     expert_pad: int = 1
     """With MoonEP the rows of each expert are rounded up to a multiple of this."""
     recompute_layers: int = 1
@@ -39,13 +44,14 @@ def transformer_config(config: Config) -> K3TransformerConfig:
     """Translate a resolved and validated configuration into megatron-core's."""
     model, parallel = config.model, config.parallel
     dtype = DTYPES[model.dtype]
-    codec = EXACT if config.quant.recipe == "none" else ExpertQuantiser(config.quant)
+    codec, multiply = _expert_products(config)
     pipelined = parallel.pipeline > 1
     interleaved = pipelined and parallel.virtual > 1
     return K3TransformerConfig(
         k3=model,
         experts=parallel.expert,
         expert_codec=lambda: codec,
+        expert_multiply=lambda: multiply,
         recompute_layers=config.offload.recompute_layers,
         logit_bound=config.optim.qk_clip or 0.0,
         num_layers=model.num_layers,
@@ -96,3 +102,11 @@ def transformer_config(config: Config) -> K3TransformerConfig:
         apply_rope_fusion=False,
         cuda_graph_modules=[],
     )
+
+
+def _expert_products(config: Config) -> tuple[Codec, Multiply]:
+    """What products of routed experts see, and the forward product."""
+    if config.quant.recipe == "none":
+        return EXACT, grouped.multiply
+    codec = ExpertQuantiser(config.quant, current_device().type, DTYPES[config.model.dtype])
+    return codec, codec.multiply

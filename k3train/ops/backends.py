@@ -33,12 +33,20 @@ class Backend:
     """Input types it takes; None for any."""
     requires: str | None = None
     """Module that has to import, beyond torch."""
+    capabilities: tuple[tuple[int, int], tuple[int, int]] | None = None
+    """Compute capabilities of its devices: from the first on, below the second."""
+    trial: str | None = None
+    """Function of its module that says why it does not compute rightly on this device, or None."""
 
     def unavailable(self) -> str | None:
         """Why it cannot run in this process, or None. Does not depend on the inputs."""
         if "cpu" not in self.device_types and not torch.cuda.is_available():
             return "needs a CUDA device, and torch sees none"
-        return _import_failure(self.requires) if self.requires else None
+        if self.capabilities and (reason := _other_capability(*self.capabilities)):
+            return reason
+        if self.requires and (reason := _import_failure(self.requires)):
+            return reason
+        return _tried(self.module, self.trial) if self.trial else None
 
     def refuses(self, device_type: str, dtype: torch.dtype | None) -> str | None:
         """Why it cannot take inputs of this kind, or None."""
@@ -50,8 +58,7 @@ class Backend:
 
     def load(self) -> Callable[..., Any]:
         """The function itself; imports its module."""
-        module = importlib.import_module(f".{self.module}", __package__)
-        return getattr(module, self.function)  # type: ignore[no-any-return]
+        return _load(self.module, self.function)
 
 
 # Fastest first: `auto` takes the first one that does not refuse (the grouped products ask their cost model).
@@ -84,13 +91,16 @@ _BACKENDS = (
     Backend("grouped", "loop", "grouped.loop", "products"),
     Backend("mx", "triton", ".quant.mx.triton", "codec", ("cuda",), UP_TO_FP32, "triton"),
     Backend("mx", "reference", ".quant.mx.reference", "codec"),
+    Backend("mx_products", "te", ".quant.mx.te", "multiply", ("cuda",), (torch.bfloat16,),
+            "transformer_engine.pytorch", ((10, 0), (12, 0)), "trial"),
+    Backend("mx_products", "emulated", "grouped.products", "multiply"),
     Backend("linear", "te", "linear", "transformer_engine_modules", ("cuda",), None,
             "transformer_engine.pytorch"),
     Backend("linear", "local", "linear", "local_modules"),
 )  # fmt: skip
 
 # Operators whose choice is not a key of `model.backends`.
-_KEYS = {"item_attention": "vision.attention", "mx": "quant.backend"}
+_KEYS = {"item_attention": "vision.attention", "mx": "quant.backend", "mx_products": "quant.products"}
 
 
 @cache
@@ -145,6 +155,24 @@ def report() -> list[tuple[str, str, bool, str | None]]:
 @cache
 def _function(op: str, requested: str, device_type: str, dtype: torch.dtype) -> Callable[..., Any]:
     return resolve(op, requested, device_type, dtype).load()
+
+
+def _load(module: str, function: str) -> Callable[..., Any]:
+    return getattr(importlib.import_module(f".{module}", __package__), function)  # type: ignore[no-any-return]
+
+
+@cache
+def _tried(module: str, trial: str) -> str | None:
+    return _load(module, trial)()  # type: ignore[no-any-return]
+
+
+def _other_capability(least: tuple[int, int], below: tuple[int, int]) -> str | None:
+    """Why this device is not one of those, or None."""
+    has = torch.cuda.get_device_capability()
+    if least <= has < below:
+        return None
+    first, end, own = (".".join(map(str, each)) for each in (least, below, has))
+    return f"needs compute capability {first} or higher, below {end}; this device has {own}"
 
 
 @cache

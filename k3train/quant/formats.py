@@ -46,3 +46,20 @@ MXFP8_E4M3 = Format("mxfp8_e4m3", 8, 3, -6, 8, 448.0)
 MXFP8_E5M2 = Format("mxfp8_e5m2", 8, 2, -14, 15, 57344.0)
 
 FORMATS = {each.name: each for each in (MXFP4, MXFP8_E4M3, MXFP8_E5M2)}
+
+
+PRODUCTS = ("auto", "emulated", "te")
+"""Values of `quant.products`."""
+
+GPUS_WITH_MX = ("b200", "gb200", "b300", "gb300")
+"""By `cluster.gpu`: compute capability 10, whose tensor cores multiply MX blocks."""
+
+
+def native_refusal(weights: str, rows: str) -> str | None:
+    """Why products of these formats cannot be had as MXFP8 E4M3 without loss, or None."""
+    kept = (MXFP4.name, MXFP8_E4M3.name)
+    if weights not in kept:
+        return f"weights in {weights} do not fit into {MXFP8_E4M3.name} without loss"
+    if rows not in kept:
+        return f"rows in {rows} do not fit into {MXFP8_E4M3.name} without loss"
+    return None

@@ -1,27 +1,36 @@
-"""Where the products of quantised experts are computed: in their formats, or emulated."""
+"""Where the forward products of quantised experts are computed: in their formats, or emulated.
+
+te: tensor cores take MX blocks (`mx.te`). emulated: the rounded numbers are multiplied in the model's dtype,
+which holds each of them exactly. Products of backward are emulated.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
-MX_CAPABILITY = (10, 0)
-"""Compute capability from which tensor cores multiply MX blocks."""
+from ..config import QuantConfig
+from ..errors import UserError
+from ..ops import backends
+from .formats import native_refusal
+
+Multiply = Callable[..., Tensor]
+"""See `ops.grouped.multiply`."""
+
+OPERATOR = "mx_products"
 
 
-def report() -> list[tuple[str, bool, str | None]]:
-    """(way, can be used in this process, why not) of every way, fastest first.
+def resolve(quant: QuantConfig, device_type: str, dtype: torch.dtype) -> Multiply:
+    """The function that multiplies rounded rows by rounded weights of `dtype`.
 
-    Native: tensor cores take the blocks. Emulated: the rounded numbers are multiplied in the model's dtype,
-    which holds each of them exactly.
+    Raises UserError where `quant.products` asks for what cannot be had; auto is emulated there.
     """
-    return [("native", False, _why_not()), ("emulated", True, None)]
-
-
-def _why_not() -> str:
-    if not torch.cuda.is_available():
-        return "needs a CUDA device, and torch sees none"
-    capability = torch.cuda.get_device_capability()
-    if capability < MX_CAPABILITY:
-        least, has = (".".join(map(str, each)) for each in (MX_CAPABILITY, capability))
-        return f"needs tensor cores for MX blocks (sm {least}), this device has sm {has}"
-    return "not available in this version"
+    requested, refusal = quant.products, native_refusal(quant.weight_format, quant.activation_format)
+    if requested == "te" and refusal:
+        raise UserError(f"quant.products=te: {refusal}; use auto or emulated")
+    if requested == "auto" and refusal:
+        requested = "emulated"
+    multiply: Multiply = backends.resolve(OPERATOR, requested, device_type, dtype).load()
+    return multiply

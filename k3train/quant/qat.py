@@ -18,12 +18,22 @@ from torch import Tensor
 
 from ..config import QuantConfig
 from . import mx
+from .products import Multiply, resolve
 
 
 class ExpertQuantiser:
-    """How all routed experts of a rank are seen; a `parallel.moonep.Codec`."""
+    """How all routed experts of a rank are seen; a `parallel.moonep.Codec`.
 
-    def __init__(self, quant: QuantConfig) -> None:
+    Args:
+        device_type, dtype: of rows and weights.
+
+    Raises:
+        UserError: `quant.products` cannot be had on them.
+    """
+
+    def __init__(self, quant: QuantConfig, device_type: str, dtype: torch.dtype) -> None:
+        self.multiply: Multiply = resolve(quant, device_type, dtype)
+        """Forward products of what `rows` and `weights` give."""
         self.weight_format = mx.FORMATS[quant.weight_format]
         self.row_format = mx.FORMATS.get(quant.activation_format)
         self._rounding, self._backend, self._hold = quant.scale_rounding, quant.backend, quant.hold_weights

@@ -21,7 +21,6 @@ from torch import Tensor
 from k3train.checkpoint.manager import CheckpointManager
 from k3train.config import Config
 from k3train.model.naming import named_parameters
-from k3train.ops.packing import Packing
 from k3train.train.assemble import build_trainer, topology
 from k3train.train.diagnose import _bad_gradients, explain_nonfinite
 from k3train.train.step import Batch, Trainer, train_step
@@ -32,7 +31,7 @@ from parallel.pipeline.table import REDUCE, Table
 from parallel.topology import Topology
 from parallel.zero2.views import is_parked
 from parallel.zero2.wrapper import RotatingDataParallel
-from tests.parity.worker import SMALL, images, leave
+from tests.parity.worker import SMALL, images, leave, place_columns
 
 Case = dict[str, Any]
 
@@ -102,8 +101,9 @@ def _cut_bursts(trainer: Trainer, most: int | None) -> None:
     trainer.pipeline.table = table  # type: ignore[method-assign]
 
 
-def batches(config: Config, rank: int, step: int, place: torch.device) -> list[Batch]:
+def batches(config: Config, groups: Groups, step: int) -> list[Batch]:
     """Micro-batches of a step, different on each data-parallel rank and with different token counts."""
+    rank, place = groups.pg_collection.dp.rank(), groups.device
     length, size = config.data.sequence_length, config.data.micro_batch_size
     generator = torch.Generator().manual_seed(1000 * step + rank)
     made = []
@@ -112,16 +112,13 @@ def batches(config: Config, rank: int, step: int, place: torch.device) -> list[B
         mask = torch.ones(size, length)
         mask[-1, : index + rank] = 0
         window = window.to(place)
-        tokens = window[:, :-1].contiguous()
-        made.append(
-            {
-                "tokens": tokens,
-                "labels": window[:, 1:].contiguous(),
-                "loss_mask": mask.to(place),
-                "sample_ids": torch.arange(size),
-                "packing": Packing.from_tokens(tokens, 256),
-            }
-        )
+        batch = {
+            "tokens": window[:, :-1].contiguous(),
+            "labels": window[:, 1:].contiguous(),
+            "loss_mask": mask.to(place),
+            "sample_ids": torch.arange(size),
+        }
+        made.append(place_columns(batch, groups.pg_collection.cp))
         if config.vision.enabled:
             made[-1] |= images(step, (index + rank) % 4, place)
     return made
@@ -129,9 +126,9 @@ def batches(config: Config, rank: int, step: int, place: torch.device) -> list[B
 
 def train(trainer: Trainer, steps: range) -> list[list[float]]:
     """Loss sums and gradient norm of each step."""
-    rank, reports = trainer.groups.pg_collection.dp.rank(), []
+    reports = []
     for step in steps:
-        made = batches(trainer.config, rank, step, trainer.groups.device)
+        made = batches(trainer.config, trainer.groups, step)
         result = train_step(trainer, made, step)
         assert result.updated
         reports.append([result.losses.loss_sum, result.losses.mtp_sum, result.grad_norm])
@@ -234,6 +231,7 @@ def resumed(pairs: list[list[Case]], root: str) -> list[dict[str, Any]]:
         with trainer.at_hand():
             manager.save(2, trainer.modules, trainer.optimizer, {})
         whole = train(trainer, range(3, 5)), digest(parameters(trainer)), _states(trainer)
+        assert manager.wait(), "a second manager would remove what is still being written"
         trainer = build(second)
         with trainer.at_hand():
             assert _manager(trainer, f"{root}/{number}").load(trainer.modules, trainer.optimizer) == {}
@@ -372,7 +370,7 @@ def not_finite(cases: list[Case]) -> list[str]:
         with torch.no_grad():
             trainer.models[1].layers["2"].post_norm.weight.fill_(float("inf"))
         before = digest(parameters(trainer))
-        made = batches(trainer.config, trainer.groups.pg_collection.dp.rank(), 1, trainer.groups.device)
+        made = batches(trainer.config, trainer.groups, 1)
         assert not train_step(trainer, made, 1).updated
         assert digest(parameters(trainer)) == before
         told.append(str(explain_nonfinite(trainer, made, 1)))

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from k3train.config import QuantConfig
-from k3train.ops import backends
+from k3train.errors import UserError
+from k3train.ops import backends, grouped
 from k3train.ops.grouped import Segments, grouped_linear
 from k3train.quant import mx
 from k3train.quant.mx import FORMATS, MXFP4, MXFP8_E4M3, ROUNDINGS, Format, reference
+from k3train.quant.products import resolve
 from k3train.quant.qat import ExpertQuantiser
 
 pytestmark = [
@@ -73,7 +75,10 @@ def test_quantised_experts_have_the_gradients_of_rounded_ones(backend: str) -> N
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=made, device="cuda").bfloat16()
 
-    qat, segments = ExpertQuantiser(QuantConfig()), Segments.of([40, 0, 24, 64], "cuda")
+    qat, segments = (
+        ExpertQuantiser(QuantConfig(), "cuda", torch.bfloat16),
+        Segments.of([40, 0, 24, 64], "cuda"),
+    )
     buffer, rows, grad = 0.02 * normal(4, 96, 128), normal(128, 128), normal(128, 96)
     real = [weight.clone().requires_grad_() for weight in buffer]
     rounded = [mx.fake_quantise(weight.detach(), MXFP4).requires_grad_() for weight in real]
@@ -85,3 +90,22 @@ def test_quantised_experts_have_the_gradients_of_rounded_ones(backend: str) -> N
     assert torch.equal(ours, theirs)
     for one, other in zip(real, rounded, strict=True):
         assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+
+
+def test_products_run_in_their_formats_or_say_why_not() -> None:
+    """On devices without tensor cores for MX blocks the reason names the capability."""
+    reason = next(row[3] for row in backends.report() if row[:2] == ("mx_products", "te"))
+    if torch.cuda.get_device_capability() < (10, 0):
+        assert reason and "needs compute capability 10.0" in reason
+    if reason:
+        assert resolve(QuantConfig(), "cuda", torch.bfloat16) is grouped.multiply
+        with pytest.raises(UserError, match="quant.products=te"):
+            resolve(QuantConfig(products="te"), "cuda", torch.bfloat16)
+        return
+    made = torch.Generator("cuda").manual_seed(3)
+    rows = mx.fake_quantise(torch.randn(200, 512, generator=made, device="cuda").bfloat16(), MXFP8_E4M3)
+    weights = torch.randn(4, 896, 512, generator=made, device="cuda").bfloat16()
+    seen, segments = list(mx.fake_quantise(weights, MXFP4)), Segments.of([40, 0, 96, 64], "cuda")
+    found = resolve(QuantConfig(products="te"), "cuda", torch.bfloat16)(rows, seen, segments)
+    expected = grouped.multiply(rows.double(), [weight.double() for weight in seen], segments, backend="loop")
+    assert (found.double() - expected).norm() <= 4e-3 * expected.norm()

@@ -22,22 +22,23 @@ ALL, TRAIN, VALID = "all", "train", "valid"
 
 
 class ChatFiles:
-    """The lines of some files, blank ones aside. A split depends on the text of a line alone.
+    """The lines of some files, blank ones aside. A split depends on the text of lines, not on their place.
 
     Raises:
         UserError: a file cannot be read, is of another kind, or the split is empty.
     """
 
     def __init__(self, paths: Sequence[Path], split: str = ALL, held_out: float = 0.0) -> None:
-        """`split` is ALL, TRAIN (without the share `held_out`) or VALID (that share)."""
+        """`split` is ALL, TRAIN (without the share `held_out`) or VALID (that share, at least one chat)."""
         self.paths = list(paths)
         self.name = ", ".join(map(str, self.paths))
-        places, identity = [], [split, held_out]
+        found, identity = [], [split, held_out]
         for number, path in enumerate(self.paths):
-            places.append(_lines(path, number, split, held_out))
+            found.append(_lines(path, number))
             status = path.stat()
             identity += [str(path.resolve()), status.st_size, status.st_mtime_ns]
-        self._places = np.concatenate(places)  # [chats, 3]
+        places, shares = (np.concatenate(each) for each in zip(*found, strict=True))
+        self._places = places if split == ALL else places[_held_out(shares, held_out) == (split == VALID)]
         if not len(self._places):
             raise UserError(f"{self.name} holds no chat" + _empty_split(split, held_out))
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
@@ -94,19 +95,26 @@ def named_files(inputs: Sequence[str], key: str) -> list[Path]:
     return paths
 
 
-def _lines(path: Path, number: int, split: str, held_out: float) -> npt.NDArray[np.int64]:
-    """(number, offset, line from 1) of each line of a split, [chats, 3]."""
-    found = array("q")
+def _lines(path: Path, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """(number, offset, line from 1) of each line, [chats, 3], and their shares, [chats]."""
+    found, shares = array("q"), array("d")
     start = 0
     try:
         with path.open("rb") as stream:
             for line_number, line in enumerate(stream, start=1):
-                if line.strip() and (split == ALL or (_share(line) < held_out) == (split == VALID)):
+                if line.strip():
                     found.extend((number, start, line_number))
+                    shares.append(_share(line))
                 start += len(line)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    return np.frombuffer(found, np.int64).reshape(-1, 3)
+    return np.frombuffer(found, np.int64).reshape(-1, 3), np.frombuffer(shares, np.float64)
+
+
+def _held_out(shares: npt.NDArray[np.float64], held_out: float) -> npt.NDArray[np.bool_]:
+    """Which lines are held out, [chats]: where that would be none, the first by share and its copies."""
+    bound = max(held_out, np.nextafter(shares.min(initial=1.0), 2.0)) if held_out else 0.0
+    return shares < bound
 
 
 def _share(line: bytes) -> float:

@@ -137,19 +137,16 @@ def _pack_kernel(x, packed, blocks, added, T: tl.constexpr):  # type: ignore[no-
     """Item by item: the codes of all blocks, 16 bytes each, then their scales."""
     item = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
-    pairs = tl.arange(0, 16)[None, :]
     inside = (block < blocks)[:, None]
-    start = x + (item * blocks + block)[:, None] * 32 + 2 * pairs  # [T, 16]
-    even = tl.load(start, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
-    odd = tl.load(start + 1, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
-    largest = tl.max(tl.maximum(even & _MAGNITUDE, odd & _MAGNITUDE), axis=1)
-    codes = _scale_codes(largest, added, 2)
+    places = (item * blocks + block)[:, None] * 32 + tl.arange(0, 32)[None, :]  # [T, 32]
+    bits = tl.load(x + places, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
+    codes = _scale_codes(tl.max(bits & _MAGNITUDE, axis=1), added, 2)
     # A block that is NaN has no meaningful codes; zero is what the reference gives.
-    known = (codes < 255)[:, None]
-    both = _nibbles(even, codes[:, None]) | (_nibbles(odd, codes[:, None]) << 4)
-    both = tl.where(known, both, ((even >> 28) & 8) | (((odd >> 28) & 8) << 4))
+    nibbles = tl.where((codes < 255)[:, None], _nibbles(bits, codes[:, None]), (bits >> 28) & 8)
+    even, odd = tl.split(tl.reshape(nibbles, (T, 16, 2)))  # [T, 16] each
     target = packed + item * blocks * 17
-    tl.store(target + block[:, None] * 16 + pairs, both.to(tl.uint8), mask=inside)
+    bytes_of = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(target + bytes_of, (even | (odd << 4)).to(tl.uint8), mask=inside)
     tl.store(target + blocks * 16 + block, codes.to(tl.uint8), mask=block < blocks)
 
 
@@ -167,12 +164,16 @@ def _values(nibbles, scales):  # type: ignore[no-untyped-def]
 def _unpack_kernel(packed, x, blocks, T: tl.constexpr):  # type: ignore[no-untyped-def]
     item = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
-    pairs = tl.arange(0, 16)[None, :]
     inside = (block < blocks)[:, None]
     source = packed + item * blocks * 17
-    both = tl.load(source + block[:, None] * 16 + pairs, mask=inside, other=0).to(tl.int32)
+    bytes_of = block[:, None] * 16 + tl.arange(0, 16)[None, :]  # [T, 16]
+    both = tl.load(source + bytes_of, mask=inside, other=0).to(tl.int32)
     codes = tl.load(source + blocks * 16 + block, mask=block < blocks, other=0).to(tl.int32)[:, None]
     scales = tl.where(codes == 255, float("nan"), _scales(codes))
-    target = x + (item * blocks + block)[:, None] * 32 + 2 * pairs
-    tl.store(target, _values(both & 15, scales).to(x.dtype.element_ty), mask=inside)
-    tl.store(target + 1, _values(both >> 4, scales).to(x.dtype.element_ty), mask=inside)
+    element = x.dtype.element_ty
+    # Stores of neighbours: two of every other one take several times as long.
+    values = tl.interleave(
+        _values(both & 15, scales).to(element), _values(both >> 4, scales).to(element)
+    )  # [T, 32]
+    places = (item * blocks + block)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(x + places, values, mask=inside)

@@ -16,6 +16,7 @@ OPERATORS = {
     "item_attention",
     "grouped",
     "mx",
+    "mx_products",
     "linear",
 }
 

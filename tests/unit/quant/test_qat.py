@@ -27,7 +27,7 @@ def weights(outputs: int = OUTPUTS, inputs: int = INPUTS) -> list[Tensor]:
 
 
 def quantiser(**keys: typing.Any) -> ExpertQuantiser:
-    return ExpertQuantiser(QuantConfig(recipe="mxfp4_qat", **keys))
+    return ExpertQuantiser(QuantConfig(recipe="mxfp4_qat", **keys), "cpu", torch.float32)
 
 
 def test_gradients_go_straight_through() -> None:

@@ -188,6 +188,12 @@ def test_the_split_follows_the_text_of_a_line(tmp_path: Path) -> None:
     assert len(both) == 1200 and both.where(400) == f"{twice}, line 1" and both.folder(0) == tmp_path
     with pytest.raises(UserError, match=r"no chat to validate on with data.held_out=0; set another share"):
         ChatFiles([path], VALID, 0.0)
+    few = Path(written(tmp_path, [record(f"q{i % 5}") for i in range(10)], "few.jsonl"))
+    train, valid = (questions(ChatFiles([few], split, 1e-9)) for split in (TRAIN, VALID))
+    assert len(set(valid)) == 1 and len(valid) == 2 and len(train) == 8, "of a few chats one, with its copies"
+    same = Path(written(tmp_path, [record()] * 3, "same.jsonl"))
+    with pytest.raises(UserError, match=r"no chat to learn from with data.held_out=1e-09"):
+        ChatFiles([same], TRAIN, 1e-9)
 
 
 def test_inputs_are_plain_json_lines(tmp_path: Path) -> None:
