@@ -119,11 +119,6 @@ FEATURES = (
 )
 
 REFUSALS = (
-    Refusal(
-        "context parallelism",
-        "context parallelism",
-        "context parallelism is not available in this version; use 1",
-    ),
     Refusal("QAT", "dense model", "only routed experts are quantised; use quant=none"),
     Refusal("MoonEP", "dense model", "a dense model has no experts to balance; use alltoall"),
     Refusal(

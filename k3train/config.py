@@ -109,16 +109,40 @@ class ModelConfig:
 
 
 @dataclass
+class LongDocumentsConfig:
+    """Text documents that come up more often than others."""
+
+    at_least: int | None = None
+    """Tokens from which on a document is long; none is when left out."""
+    times: int = 1
+    """Times that a long document stands in every epoch of its corpus."""
+
+
+@dataclass
+class NeedlesConfig:
+    """Samples that state codes and ask for them at their end, with the bundled corpus around."""
+
+    pairs: int = 16
+    """Codes stated in a sample."""
+    questions: int = 8
+    """Codes asked for in a sample to train on; in one to test with at most 4."""
+    answers_only: bool = False
+    """Learn the answers alone, not the text around them too."""
+
+
+@dataclass
 class DataConfig:
     """Where the tokens come from."""
 
     source: str = "bundled"
-    """bundled (the running Python's standard library), indexed (Megatron .bin/.idx files) or chat (JSON lines
-    of chats, of which only assistants' answers are learnt)."""
+    """bundled (the running Python's standard library), indexed (Megatron .bin/.idx files), chat (JSON lines
+    of chats, of which only assistants' answers are learnt) or needles (codes to be found again)."""
     train: list[str] = field(default_factory=list)
     """Prefixes of .bin/.idx pairs, made by `k3train data prepare`."""
     train_weights: list[float] | None = None
-    """Shares of the prefixes in the blend; their sizes when left out."""
+    """Shares of the prefixes in the blend; their tokens in an epoch when left out."""
+    long_documents: LongDocumentsConfig = field(default_factory=LongDocumentsConfig)
+    needles: NeedlesConfig = field(default_factory=NeedlesConfig)
     valid: list[str] = field(default_factory=list)
     """Prefixes of the validation split; `indexed` needs at least one, as nothing of `train` is held out."""
     path: list[str] = field(default_factory=list)
@@ -293,6 +317,9 @@ class QuantConfig:
     each use. The same bits."""
     backend: str = "auto"
     """Implementation of the formats: auto, triton or reference; the same bits."""
+    products: str = "auto"
+    """Forward products of rounded numbers: emulated (in `model.dtype`), te (MXFP8 on tensor cores for MX
+    blocks, through Transformer Engine) or auto (te where it can). Other sums, so other last bits."""
 
 
 @dataclass
@@ -385,6 +412,20 @@ class ClusterConfig:
 
 
 @dataclass
+class CurriculumConfig:
+    """Stages of a run, one behind the other, each with lengths and a layout of its own."""
+
+    stages: dict[str, Any] = field(default_factory=dict)
+    """Name of each stage -> its `steps` and the keys that differ in it, as in
+    {steps: 100, data: {sequence_length: 65536}, parallel: {context: 8}}; `run.steps` is their sum."""
+    stop_behind: str | None = None
+    """Stage behind which the run stops, saved, as when the next ones need other ranks; the last one when left
+    out."""
+    stage: str | None = None
+    """Stage that this configuration is of. Derived."""
+
+
+@dataclass
 class Config:
     """One run, whole."""
 
@@ -398,6 +439,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -411,7 +453,7 @@ RESUME_FREE = (
     "run.dir", "run.name", "run.resume", "run.steps", "parallel.timeout_minutes", "data.cache_dir",
     "parallel.expert.slots", "parallel.expert.transport", "quant.hold_weights", "quant.backend",
 )  # fmt: skip
-RESUME_FREE_SECTIONS = ("log", "checkpoint", "cluster", "eval", "offload")
+RESUME_FREE_SECTIONS = ("log", "checkpoint", "cluster", "eval", "offload", "curriculum")
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

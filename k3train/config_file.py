@@ -65,6 +65,6 @@ def _cast(hint: Any, value: Any, key: str, path: str | Path) -> Any:
             return float(value)
         except ValueError:
             pass
-    if type(value) is hint:
+    if hint is Any or type(value) is hint:
         return value
     raise UserError(f"{path}: {key}={value!r}: expected {getattr(hint, '__name__', hint)}")

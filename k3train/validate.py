@@ -15,8 +15,9 @@ from .activation_checks import check_disk, check_policy
 from .checkpoint.folders import available
 from .config import Config, fixed_keys, flatten
 from .config_file import load_yaml
+from .curriculum import may_change
 from .errors import UserError
-from .quant.formats import BLOCK, FORMATS, ROUNDINGS
+from .quant.formats import BLOCK, FORMATS, PRODUCTS, ROUNDINGS, native_refusal
 
 Check = Callable[[Config, int], None]
 
@@ -33,7 +34,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "vision.mode": ("bubbles", "inline", "phase"),
     "vision.attention": ("auto", "varlen", "sdpa", "reference"),
     "model.backends.linear": ("auto", "local", "te"),
-    "data.source": ("bundled", "indexed", "chat"),
+    "data.source": ("bundled", "indexed", "chat", "needles"),
     "data.malformed": ("stop", "skip"),
     "data.overlong": ("cut", "drop"),
     "optim.name": ("adamw", "muon", "muon_per_head"),
@@ -50,6 +51,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "quant.activation_format": ("none", *FORMATS),
     "quant.scale_rounding": ROUNDINGS,
     "quant.backend": ("auto", "triton", "reference"),
+    "quant.products": PRODUCTS,
 }
 
 AT_LEAST: dict[str, float] = {
@@ -85,6 +87,8 @@ AT_LEAST: dict[str, float] = {
     "vision.head_dim": 4,
     **dict.fromkeys(("data.sequence_length", "model.balance_bins"), 2),
     **dict.fromkeys(("data.micro_batch_size", "data.max_bytes"), 1),
+    **dict.fromkeys(("data.needles.pairs", "data.needles.questions"), 1),
+    **dict.fromkeys(("data.long_documents.at_least", "data.long_documents.times"), 1),
     "data.max_patches": 16,
     "data.max_image_side": 28,
     **dict.fromkeys(("parallel.pipeline", "parallel.virtual", "parallel.expert.size", "parallel.context"), 1),
@@ -118,11 +122,11 @@ BETWEEN: dict[str, tuple[float, float, bool]] = {
     "optim.muon_momentum": (0.0, 1.0, False),
 }
 
-# Keys that one source alone reads.
+# Keys that some sources alone read.
 SOURCE_KEYS = {
-    "bundled": ("max_bytes",),
-    "indexed": ("train", "valid", "train_weights"),
-    "chat": ("path", "valid_path"),
+    **dict.fromkeys(("train", "valid", "train_weights"), ("indexed",)),
+    **dict.fromkeys(("path", "valid_path"), ("chat",)),
+    "max_bytes": ("bundled", "needles"),
 }
 
 MIN_FREE_BYTES = 64 << 20
@@ -135,7 +139,7 @@ def validate(config: Config, world_size: int, *, inputs: bool = True) -> None:
     Raises UserError for the first problem: key, value and what would be valid.
     """
     checks: list[Check] = [
-        _numbers_are_finite, _choices, _ranges, _features, _pipeline, _offload, _ranks, _experts,
+        _numbers_are_finite, _choices, _ranges, _features, _pipeline, _context, _offload, _ranks, _experts,
         _model, _quant, _vision, _optim, _data, _cluster, check_policy,
     ]  # fmt: skip
     if inputs:
@@ -229,6 +233,14 @@ def _microbatch_group(config: Config, group: int) -> None:
         _refuse(config, key, f"at least parallel.pipeline={parallel.pipeline}, which is also the default")
 
 
+def _context(config: Config, world_size: int) -> None:
+    length, ranks = config.data.sequence_length, config.parallel.context
+    if length % ranks:
+        valid = [n for n in range(1, 65) if length % n == 0]
+        reason = f"must divide data.sequence_length={length}; valid up to 64 are {_listed(valid)}"
+        _refuse(config, "parallel.context", reason)
+
+
 def _offload(config: Config, world_size: int) -> None:
     offload, zero = config.offload, config.parallel.zero
     if offload.gradients != "device" and zero != 2:
@@ -251,8 +263,12 @@ def _ranks(config: Config, world_size: int) -> None:
     if needed != world_size:
         stages = parallel.pipeline * parallel.context
         layout = f"pipeline x context x data = {parallel.pipeline} x {parallel.context} x {parallel.data}"
-        key = "parallel.data" if world_size % stages == 0 else "parallel.pipeline"
-        remedy = f"use {world_size // stages}" if key == "parallel.data" else f"use a divisor of {world_size}"
+        if world_size % stages == 0:
+            key, remedy = "parallel.data", f"use {world_size // stages}"
+        elif world_size % parallel.pipeline == 0:
+            key, remedy = "parallel.context", f"use a divisor of {world_size // parallel.pipeline}"
+        else:
+            key, remedy = "parallel.pipeline", f"use a divisor of {world_size}"
         _refuse(config, key, f"{layout} = {needed} ranks, but there are {world_size}; {remedy}")
 
 
@@ -308,6 +324,9 @@ def _quant(config: Config, world_size: int) -> None:
         if size % BLOCK:
             reason = f"must be a multiple of {BLOCK}, the block of quant.recipe={config.quant.recipe}"
             _refuse(config, f"model.{key}", reason)
+    refusal = native_refusal(config.quant.weight_format, config.quant.activation_format)
+    if config.quant.products == "te" and refusal:
+        _refuse(config, "quant.products", f"{refusal}; use auto or emulated")
 
 
 def _vision(config: Config, world_size: int) -> None:
@@ -342,17 +361,29 @@ def _optim(config: Config, world_size: int) -> None:
 
 def _data(config: Config, world_size: int) -> None:
     data = config.data
-    for source, keys in SOURCE_KEYS.items():
-        for key in keys:
-            if data.source != source and getattr(data, key):
-                reason = f"is read with data={source} only; add data={source} or leave it out"
-                _refuse(config, f"data.{key}", reason)
+    for key, sources in SOURCE_KEYS.items():
+        if data.source not in sources and getattr(data, key):
+            reason = f"is read with data={' or '.join(sources)} only; add data={sources[0]} or leave it out"
+            _refuse(config, f"data.{key}", reason)
     if data.source == "chat" and data.images:
         _refuse(config, "data.images", "with data=chat the chats name their images; leave it out")
+    if data.source == "needles" and data.images:
+        _refuse(config, "data.images", "with data=needles samples are text alone; add vision=none")
     if data.images and not data.image_share:
         _refuse(config, "data.image_share", "no sample would have an image; leave data.images out instead")
+    _long_documents(config)
     _weights(config, "train_weights", "train")
     _weights(config, "image_weights", "images")
+
+
+def _long_documents(config: Config) -> None:
+    data, long = config.data, config.data.long_documents
+    if long.times > 1 and long.at_least is None:
+        reason = "needs data.long_documents.at_least: the tokens from which on a document is long"
+        _refuse(config, "data.long_documents.times", reason)
+    if long.at_least is not None and data.source not in ("bundled", "indexed"):
+        reason = f"only text is up-sampled, with data=bundled or data=indexed, not {data.source}"
+        _refuse(config, "data.long_documents.at_least", reason)
 
 
 def _weights(config: Config, key: str, names: str) -> None:
@@ -434,6 +465,10 @@ def _tokenizer(config: Config, world_size: int) -> None:
             "model.vocab_size",
             f"the tokenizer {data.tokenizer} needs at least {needed}; or leave it out",
         )
+    if data.source == "needles":
+        from .data.long.windows import check_needles
+
+        check_needles(data, load_tokenizer(data.tokenizer), data.sequence_length)
 
 
 def _initial(config: Config, world_size: int) -> None:
@@ -475,9 +510,10 @@ def _same_run(config: Config, world_size: int) -> None:
     saved = folder / "config.yaml"
     if not saved.is_file():
         return
-    before = fixed_keys(load_yaml(saved))
+    found = load_yaml(saved)
+    before, border = fixed_keys(found), found.curriculum.stage != config.curriculum.stage
     for key, value in fixed_keys(config).items():
-        if value != before[key]:
+        if value != before[key] and not (border and may_change(key)):
             reason = (
                 f"the run in {config.run.dir} has {_shown(before[key])}; keep that, or set another run.dir"
             )

@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -31,10 +32,18 @@ def parse(overrides: Sequence[str]) -> list[Override]:
                 raise UserError(
                     f"{text}: not an override; write key=value, for example run.steps=10"
                 ) from error
-            raise UserError(
-                f"{text}: cannot be read; quote values with special characters: key='value'"
-            ) from error
+            raise UserError(f"{text}: cannot be read; {_remedy(text)}") from error
     return parsed
+
+
+def _remedy(text: str) -> str:
+    """How to write an override whose key or value Hydra's grammar has no room for."""
+    key, _, value = text.partition("=")
+    mapping = _mapping_of(key)
+    name = key.removeprefix(mapping or "").lstrip(".")
+    if mapping is not None and name and keys()[mapping].hint == dict[str, str]:
+        return f"write '{mapping}={{{name}: {value}}}'"
+    return "quote values with special characters: key='value'"
 
 
 def check_overrides(overrides: Sequence[str]) -> list[str]:
@@ -76,6 +85,9 @@ def _checked(override: Override, own_options: bool) -> str:
         if not own_options:
             _check_option(key, override.value())
     elif mapping := _mapping_of(key):
+        if key == mapping and isinstance(override.value(), list):
+            raise UserError(f"{text}: expected {keys()[key].expected}; write {key}={{NAME: ...}}")
+        _check_strings(text, mapping, override.value())
         return _entry(text.lstrip("+"), key, mapping)
     elif key in sections():
         _check_section(text, key, override.value())
@@ -108,9 +120,22 @@ def _mapping_of(key: str) -> str | None:
     )
 
 
+def _check_strings(text: str, mapping: str, value: object) -> None:
+    """Refuse nothing where a mapping wants strings; a whole that is no mapping is refused later."""
+    given = value.values() if isinstance(value, dict) else [value]
+    is_whole = text.lstrip("+").startswith(f"{mapping}=") and not isinstance(value, dict)
+    if keys()[mapping].hint == dict[str, str] and not is_whole and any(v in (None, "") for v in given):
+        raise UserError(f"{text}: says nothing; leave out what shall stay as it is")
+
+
 def _entry(text: str, key: str, mapping: str) -> str:
-    """An override of a mapping, or of one of its entries, whose name may have dots of its own."""
+    """An override of a mapping, or of one of its entries, whose name may have dots of its own.
+
+    Entries of a mapping to anything are mappings themselves, and a dot leads into them.
+    """
     name = key.removeprefix(mapping).lstrip(".")
+    if keys()[mapping].hint == dict[str, Any]:
+        return f"++{text}"
     return f"++{mapping}={{{name}: {text.partition('=')[2]}}}" if "." in name else f"++{text}"
 
 

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from k3train import curriculum
 from k3train.config import Config
+from k3train.curriculum_view import render_stages
 from k3train.errors import UserError
 from k3train.image_load import FORM, stated_load
 from k3train.log import stacks
@@ -18,7 +20,7 @@ from k3train.schedule import Simulation, simulation
 from parallel.pipeline import draw
 from parallel.pipeline.vision_fill import INNER_PARTS, Progress
 
-from .compose import ready, world_size
+from .compose import ready_stages, world_size
 from .overrides import closest
 from .schema import keys
 
@@ -29,6 +31,7 @@ OPTIONS = {
     "costs.tiers": "the JSON file of benchmarks/offload_tiers.py",
     "schedule": "a name",
     "images": FORM,
+    "stage": "a stage's name",
 }
 """Arguments of the plan alone, beside the configuration's keys, and what they take."""
 
@@ -41,7 +44,10 @@ def main(arguments: Sequence[str]) -> int:
     options, overrides = _split([argument for argument in arguments if argument != "--json"])
     if "costs.tiers" in options:
         overrides += measured_tiers(Path(options["costs.tiers"]))
-    config = ready(overrides, inputs=False)
+    found = ready_stages(overrides, inputs=False, from_start=True)
+    if found[0].curriculum.stage is not None and "stage" not in options:
+        return _stages(found, options, "--json" in arguments)
+    config = _stage(found, options.get("stage"))
     recording = _recording(config, options["costs.from"]) if "costs.from" in options else None
     with _patience(config) as progress:
         simulated = _simulation(config, options, recording, progress)
@@ -61,6 +67,37 @@ def main(arguments: Sequence[str]) -> int:
     hint = "add out=FOLDER to have the timeline as SVG, PNG, HTML and Chrome trace"
     lines = [str(path) for path in written] or [hint]
     console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
+    return 0
+
+
+def _stage(found: Sequence[Config], name: str | None) -> Config:
+    """The stage of that name. Raises UserError where there is none."""
+    names = [config.curriculum.stage or "" for config in found]
+    if name is None or name in names:
+        return found[names.index(name or "")]
+    valid = ", ".join(filter(None, names)) or "none, as curriculum.stages is empty"
+    raise UserError(f"stage={name}: no such stage; valid are {valid}")
+
+
+def _stages(found: Sequence[Config], options: dict[str, str], as_json: bool) -> int:
+    """Print the plan of a run in stages: a line for each."""
+    if options:
+        raise UserError(f"{next(iter(options))}=: of one stage; add stage=NAME")
+    rows = []
+    for config in found:
+        ranks = world_size(config)
+        result = plan(config, ranks, simulation(config, layout_of(config, ranks)))
+        rows.append({**curriculum.row(config), "plan": result})
+    if as_json:
+        print(json.dumps(rows))
+        return 0
+    from rich.console import Console
+
+    console = Console()
+    console.print(render_stages(rows))
+    for line in curriculum.shrinking(found):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    console.print("add stage=NAME for the whole plan of one", soft_wrap=True, markup=False, highlight=False)
     return 0
 
 

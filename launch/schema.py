@@ -91,7 +91,7 @@ def _meanings() -> dict[tuple[str, str], str]:
 
 
 _SINGULAR = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
-_PLURAL = {int: "integers", float: "numbers", str: "strings"}
+_PLURAL = {int: "integers", float: "numbers", str: "strings", Any: "anything"}
 
 
 def _words(hint: Any) -> str:

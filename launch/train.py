@@ -12,7 +12,7 @@ from k3train.config import Config
 from k3train.errors import UserError
 
 from . import status
-from .compose import ready
+from .compose import ready_stages
 from .signals import defer_until_loop, follow_parent
 
 
@@ -22,12 +22,13 @@ def main(arguments: Sequence[str]) -> int:
         from .multirun import sweep
 
         return sweep([argument for argument in arguments if argument not in ("-m", "--multirun")])
-    config = ready(arguments)
+    stages = ready_stages(arguments)
+    config = stages[0]
     cluster = config.cluster
     assert cluster.ranks_per_node is not None
     defer_until_loop()
     if "RANK" in os.environ or cluster.nodes * cluster.ranks_per_node == 1:
-        return _train(config)
+        return _train(stages, arguments)
     if cluster.nodes > 1:
         raise UserError(
             f"cluster.nodes={cluster.nodes}: `k3train train` starts one machine; "
@@ -47,7 +48,7 @@ def worker(arguments: Sequence[str]) -> int:
         follow_parent(signal.SIGTERM)
     message = ""
     try:
-        code = _train(ready(arguments))
+        code = _train(ready_stages(arguments), arguments)
     except UserError as error:
         code, message = 2, str(error)
         if not heard:
@@ -59,11 +60,11 @@ def worker(arguments: Sequence[str]) -> int:
     return code
 
 
-def _train(config: Config) -> int:
-    os.environ["OMP_NUM_THREADS"] = str(config.run.threads)
+def _train(stages: list[Config], arguments: Sequence[str]) -> int:
+    os.environ["OMP_NUM_THREADS"] = str(stages[0].run.threads)
     from k3train.train.loop import train
 
-    return train(config)
+    return train(stages, lambda done: ready_stages(arguments, done=done))
 
 
 if __name__ == "__main__":

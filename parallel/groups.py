@@ -60,6 +60,30 @@ def initialize(topology: Topology, *, device: str = "auto", timeout_minutes: flo
         timeout=datetime.timedelta(minutes=timeout_minutes),
         device_id=place if place.type == "cuda" else None,
     )
+    return _divide(topology, place, rank, timeout_minutes, seed)
+
+
+def regroup(groups: Groups, topology: Topology, *, timeout_minutes: float, seed: int) -> Groups:
+    """Divide the same ranks anew; `groups`, and whatever used them, must not be used any more. A collective.
+
+    Raises:
+        LayoutError: the number of ranks is another one.
+    """
+    if topology.world_size != groups.topology.world_size:
+        raise LayoutError(f"the layout needs {topology.world_size} ranks, not {groups.topology.world_size}")
+    if groups.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    # Its own list lacks those that were made beside it; communicators that nobody ends keep device memory.
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    return _divide(topology, groups.device, groups.rank, timeout_minutes, seed)
+
+
+def _divide(topology: Topology, place: torch.device, rank: int, timeout_minutes: float, seed: int) -> Groups:
+    """megatron-core's groups over all ranks."""
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=topology.pipeline,
         # megatron-core's own schedules know several chunks on several pipeline ranks only.

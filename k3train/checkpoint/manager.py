@@ -17,6 +17,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 
 from parallel.groups import Groups
+from parallel.topology import Topology
 
 from .. import __version__
 from ..errors import UserError
@@ -25,6 +26,8 @@ from .shards import ShardWriter
 from .verify import verify
 
 Chunks = list[DistributedDataParallel]
+Found = tuple[Path, dict[str, Any]]
+"""Folder and manifest of a checkpoint."""
 RANK_STATE = "rank_state"
 
 
@@ -66,7 +69,7 @@ class CheckpointManager:
     def save(self, step: int, chunks: Chunks, optimizer: MegatronOptimizer, extra: dict[str, Any]) -> None:
         """Checkpoint the state after `step`, once the save before is done; returns early if asynchronous.
 
-        A failure to write is told through `message` and training goes on without this checkpoint.
+        A failure to write is told through `message`, and `wait` gives False; going on is up to the caller.
 
         Args:
             extra: what else `load` should return, the same on every rank; must pass through JSON.
@@ -76,11 +79,14 @@ class CheckpointManager:
         writer = ShardWriter(folder, self.groups.rank)
         if not self._prepare(folder, writer):
             return
-        writer.plan(_state(chunks, optimizer, self.groups, is_loading=False), copy=self.asynchronous)
+        state = _state(chunks, optimizer)
+        state[RANK_STATE] = _rank_state(self.groups.topology, self.groups.rank, random_state.capture())
+        writer.plan(state, copy=self.asynchronous)
         content = {
             "step": step,
             "k3train": __version__,
             "layout": vars(self.groups.topology),
+            "updates": optimizer_state.step_count(optimizer),
             "fixed": self.fixed,
             "extra": extra,
         }
@@ -113,8 +119,27 @@ class CheckpointManager:
         """Steps of all complete checkpoints, ascending."""
         return folders.available(self.root)
 
-    def load(self, chunks: Chunks, optimizer: MegatronOptimizer) -> dict[str, Any] | None:
-        """Continue from the newest intact checkpoint.
+    def newest(self) -> Found | None:
+        """The newest intact checkpoint, if there is any, once the running save is done.
+
+        Raises:
+            UserError: none of the checkpoints is intact.
+        """
+        self.wait()
+        return self._newest_intact()
+
+    def load(
+        self,
+        chunks: Chunks,
+        optimizer: MegatronOptimizer,
+        found: Found | None = None,
+        free: Callable[[str], bool] = lambda key: False,
+    ) -> dict[str, Any] | None:
+        """Continue from a checkpoint, of any layout.
+
+        Args:
+            found: what `newest` gave; asked here when left out.
+            free: whether a key of `fixed` may differ.
 
         Returns:
             the `extra` it was saved with, or None if there is no checkpoint.
@@ -122,18 +147,26 @@ class CheckpointManager:
         Raises:
             UserError: it belongs to another configuration, or none of the checkpoints is intact.
         """
-        self.wait()
-        found = self._newest_intact()
+        found = found or self.newest()
         if found is None:
             return None
         folder, content = found
-        _refuse_differences(folder.name, content["fixed"], self.fixed)
-        state = _state(chunks, optimizer, self.groups, is_loading=True)
+        _refuse_differences(folder.name, content["fixed"], self.fixed, free)
+        if "updates" not in content:
+            raise UserError(
+                f"{folder.name} has no optimizer state that this version reads; start another run from its "
+                "weights with init_from"
+            )
+        state = _state(chunks, optimizer)
+        saved_by = Topology(**content["layout"])
+        # With other ranks, each draws on from the states that it began with.
+        if saved_by.world_size == self.groups.topology.world_size:
+            state[RANK_STATE] = _rank_state(saved_by, self.groups.rank)
         loaded = dist_checkpointing.load(state, str(folder))
-        rank_state = loaded.pop(RANK_STATE)
         _load_model(chunks, loaded)
-        optimizer_state.restore(optimizer, loaded["optimizer"], rank_state["optimizer_steps"])
-        random_state.restore(rank_state["random"])
+        optimizer_state.restore(optimizer, loaded["optimizer"], content["updates"], chunks)
+        if RANK_STATE in loaded:
+            random_state.restore(loaded[RANK_STATE])
         extra: dict[str, Any] = content["extra"]
         return extra
 
@@ -174,7 +207,7 @@ class CheckpointManager:
         folders.prune(self.root, self.keep, content["step"])
         return f"saved {target.name}"
 
-    def _newest_intact(self) -> tuple[Path, dict[str, Any]] | None:
+    def _newest_intact(self) -> Found | None:
         """Folder and manifest of the checkpoint to load; the ranks share the reading, rank 0 decides."""
         steps = [self.available() if self.groups.is_first else []]
         dist.broadcast_object_list(steps, src=0)
@@ -229,22 +262,19 @@ class _Save(threading.Thread):
         self.outcome = outcome
 
 
-def _state(
-    chunks: Chunks, optimizer: MegatronOptimizer, groups: Groups, *, is_loading: bool
-) -> dict[str, Any]:
-    """The sharded state of model, optimizer and this rank."""
+def _state(chunks: Chunks, optimizer: MegatronOptimizer) -> dict[str, Any]:
+    """The sharded state of model and optimizer."""
     state = _model_state(chunks)
-    state["optimizer"] = optimizer_state.describe(optimizer, state, is_loading=is_loading)
-    rank_state = None
-    if not is_loading:
-        steps = optimizer_state.step_counts(optimizer)
-        rank_state = {"random": random_state.capture(), "optimizer_steps": steps}
-    state[RANK_STATE] = ShardedObject(RANK_STATE, rank_state, (dist.get_world_size(),), (groups.rank,))
+    state["optimizer"] = optimizer_state.describe(optimizer, chunks, state)
     return state
 
 
+def _rank_state(topology: Topology, rank: int, random: dict[str, Any] | None = None) -> ShardedObject:
+    return ShardedObject(RANK_STATE, random, (topology.world_size,), (rank,))
+
+
 def _model_state(chunks: Chunks) -> dict[str, Any]:
-    """Every chunk's tensors, in one namespace, arranged as megatron-core's optimizers expect."""
+    """Every chunk's tensors, by chunk, in one namespace."""
     models = unwrap_model(chunks)
     states = [model.sharded_state_dict(prefix="model.") for model in models]
     names = [name for state in states for name in state]
@@ -261,11 +291,13 @@ def _chunk_keys(chunks: Chunks) -> list[str]:
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
 
 
-def _refuse_differences(name: str, saved: dict[str, Any], current: dict[str, Any]) -> None:
+def _refuse_differences(
+    name: str, saved: dict[str, Any], current: dict[str, Any], free: Callable[[str], bool]
+) -> None:
     different = [
         key
         for key in sorted(saved.keys() | current.keys())
-        if _plain(saved.get(key)) != _plain(current.get(key))
+        if _plain(saved.get(key)) != _plain(current.get(key)) and not free(key)
     ]
     if not different:
         return
@@ -281,7 +313,7 @@ def _plain(value: Any) -> Any:
 
 
 def _failure(folder: Path, problem: object) -> str:
-    return f"could not save {folder.name.removesuffix(folders.PARTIAL)}: {problem}; training goes on"
+    return f"could not save {folder.name.removesuffix(folders.PARTIAL)}: {problem}"
 
 
 def _discard(folder: Path) -> None:

@@ -1,159 +1,170 @@
-"""Optimizer state to and from sharded checkpoints, exact for torch's AdamW too.
+"""Optimizer state to and from sharded checkpoints, parameter by parameter, whatever the layout.
 
-megatron-core was written for fused Adam, which counts steps per parameter group. With torch's AdamW, which
-counts per parameter, it asserts while the state is still empty, copies into leaves that require gradients,
-and leaves one shared counter for all parameters, which then advances once for each of them.
+Every tensor of an optimizer's state belongs to a parameter, and a rank holds a run of its flat elements: all
+of them, or ZeRO's shard. A checkpoint knows each under the parameter's name in the whole model, of n elements
+([experts, n] for routed experts), and any layout reads the runs it needs. megatron-core stores whole buckets
+of gradient buffers instead, which another layout cuts elsewhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
-    ShardedBase,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
-from megatron.core.dist_checkpointing.optimizer import (
-    get_param_id_to_sharded_param_map,
-    make_sharded_optimizer_tensor,
-    optim_state_to_sharding_state,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
+from megatron.core.utils import unwrap_model
+from torch import Tensor
 
+from ..model.decoder import LanguageModelChunk
+from ..model.naming import named_parameters
 from ..optim.per_head import PerHeadMuon
+from ..optim.placement import parameter_shards
+from .tensors import place
 
-# Each rank stores what it holds, without communication: a run continues in the layout it was saved in.
-METADATA = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
+State = dict[str, ShardedTensor]
+MASTER = "fp32_param"
+COUNTERS = ("step",)
 
-State = dict[Any, Any]
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter's elements that one of the optimizers updates."""
+
+    inner: torch.optim.Optimizer
+    main: Tensor
+    """What is updated, FP32: the parameter itself, its master weights, or a flat part of either."""
+    model: Tensor
+    first: int
+    """Flat element of the parameter at which `main` begins."""
+    sharded: bool
+
+    def tensors(self) -> dict[str, Tensor]:
+        """State beside the parameter, and master weights that are no view of it, by name."""
+        state = {name: value for name, value in self.inner.state[self.main].items() if name not in COUNTERS}
+        assert all(value.numel() == self.main.numel() for value in state.values()), state.keys()
+        return {**state, MASTER: self.main} if self.main.dtype != self.model.dtype else state
 
 
-def describe(optimizer: MegatronOptimizer, model_state: State, *, is_loading: bool) -> State:
-    """The optimizer's state as sharded tensors and objects of megatron-core.
+def describe(
+    optimizer: MegatronOptimizer, modules: list[DistributedDataParallel], model_state: dict[str, Any]
+) -> State:
+    """The optimizer's state as sharded tensors, one for each run of elements that this rank holds.
 
-    Settings of parameter groups stay out of the checkpoint: megatron-core would give rank 0's to all ranks.
+    Settings of parameter groups stay out of the checkpoint, and so do step counts: see `step_count`.
 
     Args:
-        model_state: the model's sharded state, under "model", or "model0", "model1"... with several chunks.
+        modules: the wrapped chunks, and the tower.
+        model_state: their sharded state, which says which ranks hold the same parameters.
     """
-    parts = _parts(optimizer)
-    for part in parts:
-        if isinstance(part, DistributedOptimizer) and part.optimizer is not None:
-            _number_as_stored(part)
     _fill_empty_state(optimizer)
-    if is_loading:
-        # megatron-core leaves a counter of zero out, and AdamW then misses it.
-        _set_steps(optimizer, [1.0] * len(_inner_optimizers(optimizer)))
-    with torch.no_grad():
-        if any(isinstance(part, Float16OptimizerWithFloat16Params) for part in parts):
-            each = [_describe_float16(part, model_state, is_loading=is_loading) for part in parts]
-            described = dict(enumerate(each)) if len(each) > 1 else each[0]
-        else:
-            described = optimizer.sharded_state_dict(
-                model_state, is_loading=is_loading, metadata=dict(METADATA)
-            )
-            for part, state in zip(parts, described.values() if len(parts) > 1 else [described], strict=True):
-                if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, PerHeadMuon):
-                    _part_second_moments(part, state)
-    dict_list_map_inplace(_keep_local, described)
+    names, replicas = _names(modules), _replicas(model_state)
+    described: State = {}
+    for held in _held(optimizer):
+        name, experts = names[id(held.model)]
+        replica = replicas[id(held.model)]
+        for kind, tensor in held.tensors().items():
+            key = f"{kind}.{name}.{held.first}"
+            described[key] = _sharded(tensor.detach(), kind, name, experts, held, replica)
     return described
 
 
-def restore(optimizer: MegatronOptimizer, loaded: State, steps: list[float | None]) -> None:
-    """Put loaded state into the optimizer.
+@torch.no_grad()
+def restore(
+    optimizer: MegatronOptimizer,
+    loaded: dict[str, Tensor],
+    step: float | None,
+    modules: list[DistributedDataParallel],
+) -> None:
+    """Put loaded state into the optimizer, once the model has its weights.
 
     Args:
-        loaded: what megatron-core made of `describe(is_loading=True)`.
-        steps: what `step_counts` said when the checkpoint was made.
+        loaded: the tensors of what `describe` said of this optimizer.
+        step: what `step_count` said when the checkpoint was made.
     """
-    with torch.no_grad():
-        optimizer.load_state_dict(loaded)
-    _set_steps(optimizer, steps)
+    names = _names(modules)
+    for held in _held(optimizer):
+        name, _ = names[id(held.model)]
+        for kind, tensor in held.tensors().items():
+            tensor.view(-1).copy_(loaded[f"{kind}.{name}.{held.first}"].view(-1))
+        if held.main.dtype == held.model.dtype:
+            # Not a view of the parameter while states are on a shelf.
+            whole = held.model.detach().view(-1)
+            held.main.view(-1).copy_(whole[held.first : held.first + held.main.numel()])
+    for inner in _inner_optimizers(optimizer):
+        _set_step(inner, step)
 
 
-def step_counts(optimizer: MegatronOptimizer) -> list[float | None]:
-    """Updates made by each of the chained optimizers; None where it does not count."""
-    return [_step_count(inner) for inner in _inner_optimizers(optimizer)]
-
-
-def _describe_float16(
-    part: Float16OptimizerWithFloat16Params, model_state: State, *, is_loading: bool
-) -> State:
-    """What megatron-core's own description should say; that one numbers BF16 parameters only, and so gives
-    them the shapes of others as soon as a group has FP32 parameters too."""
-    if is_loading and part.init_state_fn is not None:
-        part.init_state_fn(part.optimizer, part.config)
-    state: State = part.state_dict()
-    model_of = {
-        id(main): model
-        for mains, models in zip(part.fp32_from_float16_groups, part.float16_groups, strict=True)
-        for main, model in zip(mains, models, strict=True)
+def step_count(optimizer: MegatronOptimizer) -> float | None:
+    """Updates made so far, the same for all of the chained optimizers; None where none of them counts."""
+    counts = {
+        count for inner in _inner_optimizers(optimizer) for count in _step_counts(inner) if count is not None
     }
-    models = [model_of.get(id(parameter), parameter) for parameter in _parameters(part.optimizer)]
-    sharded = get_param_id_to_sharded_param_map(model_state, models)
-    place = {id(model): index for index, model in enumerate(models)}
-    state["fp32_from_fp16_params"] = [
-        [
-            make_sharded_optimizer_tensor(
-                sharded[place[id(model)]], main, prefix="optimizer.state.fp32_param"
-            )
-            for main, model in zip(mains, models_of_group, strict=True)
-        ]
-        for mains, models_of_group in zip(part.fp32_from_float16_groups, part.float16_groups, strict=True)
-    ]
-    inner = state["optimizer"]
-    step = next((values["step"] for values in inner["state"].values() if "step" in values), None)
-    optim_state_to_sharding_state(inner, sharded, exclude_keys=("step",))
-    if step is not None:
-        inner["state"]["common_step"] = step
-    return state
+    assert len(counts) <= 1, f"parameters have made different numbers of steps: {counts}"
+    return counts.pop() if counts else None
 
 
-def _part_second_moments(part: DistributedOptimizer, state: State) -> None:
-    """Store AdamW's second moments parameter by parameter.
-
-    megatron-core stores a bucket's states as one tensor each, which a state that some of its parameters lack
-    would leave full of holes.
-    """
-    for number, ranges in enumerate(part.gbuf_ranges):
-        order = {id(model): index for index, model in enumerate(part.buffers[number].param_index_map)}
-        for dtype, buckets in ranges.items():
-            for bucket, entries in zip(buckets, state["param_state"][number][dtype], strict=True):
-                held = iter(bucket["param_map"].items())
-                for entry in entries:
-                    whole = entry.pop("exp_avg_sq", None)
-                    if entry["padding"].unwrap():
-                        continue
-                    model, place = next(held)
-                    if whole is not None:
-                        first = place["param"].start
-                        entry["exp_avg_sq"] = _piece(whole, order[id(model)], model.numel(), first)
-
-
-def _piece(whole: ShardedTensor, number: int, numel: int, first: int) -> ShardedTensor:
-    """A parameter's elements from flat element `first` on, out of a tensor of the bucket's."""
+def _sharded(
+    tensor: Tensor, kind: str, name: str, experts: int | None, held: Held, replica: tuple[int, ...]
+) -> ShardedTensor:
+    key, expert = place(name)
+    numel, size = held.model.numel(), tensor.numel()
+    assert expert is None or experts is not None
     return ShardedTensor(
-        f"{whole.key}.{number}",
-        whole.data,
-        whole.dtype,
-        whole.local_shape,
-        (numel,),
-        (first,),
+        f"optimizer.{kind}.{key}",
+        tensor.view(-1) if expert is None else tensor.view(1, -1),
+        tensor.dtype,
+        (size,) if expert is None else (1, size),
+        (numel,) if expert is None else (experts, numel),
+        (held.first,) if expert is None else (expert, held.first),
+        # Runs of any length: only the reader can tell whether they cover the parameter, and it does.
         axis_fragmentations=None,
-        replica_id=whole.replica_id,
+        # Under ZeRO data ranks hold different runs, not copies.
+        replica_id=(*replica[:-1], 0) if held.sharded else replica,
     )
 
 
-def _number_as_stored(part: DistributedOptimizer) -> None:
-    """Correct megatron-core's table of a parameter's place: it ignores that FP32 parameters come first."""
-    for group, (full, half) in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
-        for order, parameter in enumerate((*full, *half)):
-            part.model_param_group_index_map[parameter] = (group, order)
+def _names(modules: list[DistributedDataParallel]) -> dict[int, tuple[str, int | None]]:
+    """Name in the whole model, and number of routed experts of a layer, by the parameter's identity."""
+    found: dict[int, tuple[str, int | None]] = {}
+    for module in unwrap_model(modules):
+        if isinstance(module, LanguageModelChunk):
+            experts = module.config.num_moe_experts
+            found |= {id(parameter): (name, experts) for name, parameter in named_parameters(module)}
+        else:
+            found |= {id(parameter): (name, None) for name, parameter in module.named_parameters()}
+    return found
+
+
+def _replicas(model_state: dict[str, Any]) -> dict[int, tuple[int, ...]]:
+    """Which of the equal copies each parameter is, by its identity: all zeros for the one that is saved."""
+    return {
+        id(entry.data): entry.replica_id
+        for state in model_state.values()
+        for entry in state.values()
+        if getattr(entry, "data", None) is not None
+    }
+
+
+def _held(optimizer: MegatronOptimizer) -> Iterator[Held]:
+    for part in _parts(optimizer):
+        if part.optimizer is None:
+            continue
+        if isinstance(part, DistributedOptimizer):
+            for model, main, first in parameter_shards(part):
+                yield Held(part.optimizer, main, model, first, True)
+            continue
+        model_of: dict[int, Tensor] = {}
+        if isinstance(part, Float16OptimizerWithFloat16Params):
+            for mains, models in zip(part.fp32_from_float16_groups, part.float16_groups, strict=True):
+                model_of |= {id(main): model for main, model in zip(mains, models, strict=True)}
+        for main in _parameters(part.optimizer):
+            yield Held(part.optimizer, main, model_of.get(id(main), main), 0, False)
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[Any]:
@@ -165,58 +176,47 @@ def _inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimize
 
 
 def _fill_empty_state(optimizer: MegatronOptimizer) -> None:
-    """Give parameters that AdamW has not met yet the state of step zero."""
-    for inner in _inner_optimizers(optimizer):
+    """Give parameters that the optimizers have not met yet the state of step zero."""
+    for part in _parts(optimizer):
+        inner = part.optimizer
+        if inner is None:
+            continue
         if isinstance(inner, PerHeadMuon):
             inner.start_state()
-        if not _counts_per_parameter(inner):
-            continue
-        for parameter in _parameters(inner):
-            if not inner.state[parameter]:
-                inner.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                    "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-                }
+        elif not _counts_per_parameter(inner):
+            if part.init_state_fn is not None:
+                part.init_state_fn(inner, part.config)
+        else:
+            for parameter in _parameters(inner):
+                if not inner.state[parameter]:
+                    inner.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                        "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+                    }
 
 
 def _counts_per_parameter(inner: torch.optim.Optimizer) -> bool:
     return isinstance(inner, torch.optim.Adam | torch.optim.AdamW | PerHeadMuon)
 
 
-def _parameters(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _parameters(inner: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in inner.param_groups for parameter in group["params"]]
 
 
-def _step_count(inner: torch.optim.Optimizer) -> float | None:
+def _step_counts(inner: torch.optim.Optimizer) -> set[float]:
     if _counts_per_parameter(inner):
-        counts = {float(inner.state[parameter]["step"]) for parameter in _parameters(inner)}
-    else:
-        counts = {float(group["step"]) for group in inner.param_groups if "step" in group and group["params"]}
-    assert len(counts) <= 1, f"parameters of one optimizer have made different numbers of steps: {counts}"
-    return counts.pop() if counts else None
-
-
-def _set_steps(optimizer: MegatronOptimizer, steps: list[float | None]) -> None:
-    for inner, step in zip(_inner_optimizers(optimizer), steps, strict=True):
-        _set_step(inner, step)
+        return {float(inner.state[parameter]["step"]) for parameter in _parameters(inner)}
+    return {float(group["step"]) for group in inner.param_groups if "step" in group and group["params"]}
 
 
 def _set_step(inner: torch.optim.Optimizer, step: float | None) -> None:
     if _counts_per_parameter(inner):
         for parameter in _parameters(inner):
             inner.state[parameter]["step"] = torch.tensor(0.0 if step is None else step)
-        for group in inner.param_groups:
-            # megatron-core leaves a copy here that AdamW never advances.
-            group.pop("step", None)
-    elif step is not None:
+    elif step is not None and not isinstance(inner, TensorParallelMuon):  # which counts nothing
         for group in inner.param_groups:
             if isinstance(group.get("step"), torch.Tensor):
                 group["step"].fill_(step)
             else:
                 group["step"] = int(step)
-
-
-def _keep_local(value: Any) -> Any:
-    sharded = isinstance(value, ShardedBase | ShardedTensorFactory | LocalNonpersistentObject)
-    return value if sharded else LocalNonpersistentObject(value)

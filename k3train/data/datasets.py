@@ -10,12 +10,19 @@ from ..errors import UserError
 from .blend import Blend, Windows
 from .bundled import bundled_corpus
 from .indexed import IndexedCorpus, open_corpus
-from .packed import PackedWindows, Sample
+from .packed import EVERY_DOCUMENT_ONCE, LongDocuments, LongShare, PackedWindows, Sample
 from .prepare import read_info
 from .tokenizer import Tokenizer
 
 # Training and validation draw from different streams even when they name the same corpus.
 TRAIN_SALT, VALID_SALT = 0, 1 << 32
+
+
+class LongKeys(Protocol):
+    """The keys of `data.long_documents`."""
+
+    at_least: int | None
+    times: int
 
 
 class DataKeys(Protocol):
@@ -24,6 +31,11 @@ class DataKeys(Protocol):
     source: str
     train: list[str]
     train_weights: list[float] | None
+
+    # Read only, so that a configuration's own class is one.
+    @property
+    def long_documents(self) -> LongKeys: ...
+
     valid: list[str]
     cache_dir: str | None
     max_bytes: int | None
@@ -69,29 +81,49 @@ def build_datasets(
     if not valid and num_valid_samples:
         raise UserError("data.valid is empty; name at least one prefix for the validation loss")
 
-    def samples(prefixes: list[str], weights: list[float] | None, salt: int, count: int) -> Samples:
-        blend = _blend(prefixes, weights, tokenizer, sequence_length, seed + salt)
-        return Samples(blend, count)
+    long = LongDocuments(data.long_documents.at_least, data.long_documents.times)
+    blend = _blend(train, weights, tokenizer, sequence_length, seed + TRAIN_SALT, long)
+    if not num_valid_samples:
+        return Samples(blend, num_train_samples), None
+    held_out = _blend(valid, None, tokenizer, sequence_length, seed + VALID_SALT, EVERY_DOCUMENT_ONCE)
+    return Samples(blend, num_train_samples), Samples(held_out, num_valid_samples)
 
+
+def describe_long(blend: Blend[PackedWindows], long: LongKeys) -> str | None:
+    """What up-sampling makes of the corpora, in a line; None where nothing is up-sampled."""
+    if long.at_least is None or long.times == 1:
+        return None
+    found = sum((windows.long for windows in blend.corpora), LongShare())
+    before, after = found.long_tokens / found.tokens, found.epoch_long_tokens / found.epoch_tokens
     return (
-        samples(train, weights, TRAIN_SALT, num_train_samples),
-        samples(valid, None, VALID_SALT, num_valid_samples) if num_valid_samples else None,
+        f"documents of {long.at_least:,} tokens and more: {found.long_documents:,} of {found.documents:,}, "
+        f"{long.times} times an epoch; {after:.1%} of its tokens instead of {before:.1%}"
     )
 
 
 def _blend(
-    prefixes: list[str], weights: list[float] | None, tokenizer: Tokenizer, sequence_length: int, seed: int
+    prefixes: list[str],
+    weights: list[float] | None,
+    tokenizer: Tokenizer,
+    sequence_length: int,
+    seed: int,
+    long: LongDocuments,
 ) -> Blend[PackedWindows]:
     if weights is not None:
         _check_weights(prefixes, weights)
     corpora = [_open(prefix, tokenizer) for prefix in prefixes]
     windows = [
         PackedWindows(
-            corpus, sequence_length, seed=seed, vocab_size=tokenizer.vocab_size, pad_id=tokenizer.pad_id
+            corpus,
+            sequence_length,
+            seed=seed,
+            vocab_size=tokenizer.vocab_size,
+            pad_id=tokenizer.pad_id,
+            long_documents=long,
         )
         for corpus in corpora
     ]
-    return Blend(windows, weights or [corpus.num_tokens for corpus in corpora])
+    return Blend(windows, weights or [corpus.num_tokens for corpus in windows])
 
 
 def _open(prefix: str, tokenizer: Tokenizer) -> IndexedCorpus:

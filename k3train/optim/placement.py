@@ -131,7 +131,7 @@ def _whole(part: MegatronOptimizer, named: dict[int, _Named]) -> list[_Part]:
 
 def _sharded(part: Any, named: dict[int, _Named]) -> Iterator[list[_Part]]:
     """The matrices of each model chunk, in the order of its buffers, those of other ranks included."""
-    shards = {id(model): (main, start) for model, main, start in _shards(part)}
+    shards = {id(model): (main, start) for model, main, start in parameter_shards(part)}
     ranks, number = part.data_parallel_group.size(), 0
     for buffers in part.per_model_buffers.values():
         chunk: list[_Part] = []
@@ -147,7 +147,7 @@ def _sharded(part: Any, named: dict[int, _Named]) -> Iterator[list[_Part]]:
         yield chunk
 
 
-def _shards(part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
+def parameter_shards(part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
     """(model parameter, FP32 shard, its first flat element) of all that this rank holds."""
     kinds = (
         (part.model_float16_groups, part.shard_fp32_from_float16_groups),

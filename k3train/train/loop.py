@@ -1,10 +1,11 @@
-"""`train(config)`: the entry of every rank. Prepares the process, then hands over to `session`."""
+"""`train(stages)`: the entry of every rank. Prepares the process, then hands over to `session`."""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 
 from parallel.cpu import enable_cpu
 
@@ -13,8 +14,13 @@ from ..errors import UserError
 from ..quiet import quiet
 
 
-def train(config: Config) -> int:
+def train(stages: Sequence[Config], stages_behind: Callable[[int], Sequence[Config]] | None = None) -> int:
     """Run or continue a run on this rank; the exit status: 0 done, or interrupted and saved.
+
+    Args:
+        stages: the configuration of each stage that is left, or the single one of a run without stages.
+        stages_behind: gives those that are left behind a step; asked when a checkpoint is damaged and the
+            intact one before it is of an earlier stage.
 
     Raises:
         UserError: the input cannot be used; the same on every rank where all of them see it.
@@ -30,7 +36,7 @@ def train(config: Config) -> int:
     from .session import Session
 
     try:
-        Session(config).run()
+        Session(stages, stages_behind).run()
     except (LayoutError, RankMismatchError, TransportError) as error:
         raise UserError(str(error)) from error
     except UserError:

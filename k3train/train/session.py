@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import shutil
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,18 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
-from parallel.groups import assert_same_everywhere, initialize
+from parallel.groups import assert_same_everywhere, initialize, regroup
 
 from .. import flops, shapes, vision_shapes
 from ..checkpoint.folders import check_writable, lock_folder
 from ..checkpoint.huggingface.assets import carry
-from ..checkpoint.manager import CheckpointManager
+from ..checkpoint.manager import CheckpointManager, Found
 from ..checkpoint.sources import open_weights
 from ..checkpoint.weights import fill
 from ..config import Config, digest, fixed_keys
 from ..config_file import to_yaml
+from ..curriculum import is_border, may_change, place, row, shrinking, stage_of, stages
+from ..errors import UserError
 from ..log import timeline
 from ..log import trace as tracing
 from ..log.metrics import replace_file
@@ -49,9 +53,16 @@ MOST_SKIPS = 10
 class Session:
     """One process's part of a run. Every method is called on every rank, in the same order."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(
+        self,
+        configs: Sequence[Config],
+        stages_behind: Callable[[int], Sequence[Config]] | None = None,
+    ) -> None:
+        """`configs` and `stages_behind` are as in `loop.train`."""
+        self.stages_behind = stages_behind
+        config, *self.ahead = configs
         self.stop = StopRequest()
+        self.stopped = False
         self.started = time.time()
         self.run_dir = Path(config.run.dir)
         if os.environ.get("RANK", "0") == "0":
@@ -64,8 +75,18 @@ class Session:
             timeout_minutes=config.parallel.timeout_minutes,
             seed=config.run.seed,
         )
-        assert_same_everywhere("configuration", digest(config))
+        for stage in configs:
+            assert_same_everywhere("configuration", digest(stage))
         self.progress: Progress | None = None
+        self.step = 0
+        self.saved_step: int | None = None
+        self.skipped = self.skipped_in_a_row = 0
+        self.last: dict[str, Any] = {}
+        self._build(config)
+
+    def _build(self, config: Config) -> None:
+        """What a stage has of its own."""
+        self.config, self.stage = config, stage_of(config)
         self.inputs = Inputs(config, self.groups, self._say)
         self.trainer = build_trainer(config, self.groups)
         self.checkpoints = CheckpointManager(
@@ -76,25 +97,21 @@ class Session:
             fixed=fixed_keys(config),
             message=self._say,
         )
-        self.step = 0
-        self.saved_step: int | None = None
-        self.skipped = self.skipped_in_a_row = 0
-        self.last: dict[str, Any] = {}
 
     def run(self) -> None:
         """Train to `run.steps`, or until a stop signal; either way the state is saved before it returns."""
         resumed = self._resume()
         if not resumed and self.config.init_from is not None:
             self._start_from(self.config.init_from)
-        if self.step >= self.config.run.steps:
-            self._say(
-                f"{self.run_dir} is complete at step {self.step}: raise run.steps to go on, "
-                "or choose another run.dir to start anew"
-            )
+        if self.step >= self.stage.last:
+            self._say(self._nothing_left())
             self.inputs.close()
             self.stop.restore()
             return
-        self._open_logs(resumed)
+        self._open_tracker(resumed)
+        self._open_logs()
+        for line in shrinking([self.config, *self.ahead]):
+            self._say(line)
         if warning := gradient_warning(self.config, self.groups.topology):
             self._say(warning)
         try:
@@ -105,7 +122,11 @@ class Session:
                 steps_shown=self.config.log.progress,
             )
             with self.progress:
+                self._announce()
                 self._train(self.progress)
+                while self.ahead and self.step == self.stage.last and not self.stopped:
+                    self._enter(self.ahead.pop(0))
+                    self._train(self.progress)
                 self._finish()
         finally:
             self.inputs.close()
@@ -122,15 +143,92 @@ class Session:
     def _resume(self) -> bool:
         if not self.config.run.resume:
             return False
-        with self.trainer.at_hand():
-            extra = self.checkpoints.load(self.trainer.modules, self.trainer.optimizer)
-        if extra is None:
+        found = self.checkpoints.newest()
+        if found is None:
             return False
+        step = found[1]["extra"]["step"]
+        if step < self.stage.first and self.stages_behind is not None:
+            self._go_back(self.stages_behind(step))
+        self._load(found)
+        self._say(f"continuing {self.run_dir} behind step {self.step}")
+        return True
+
+    def _go_back(self, configs: Sequence[Config]) -> None:
+        """Begin with an earlier stage, as no checkpoint that this one could start from is intact."""
+        config, *self.ahead = configs
+        for stage in configs:
+            assert_same_everywhere("configuration", digest(stage))
+        self._say(f"going back to stage {config.curriculum.stage}")
+        self._change(config)
+
+    def _load(self, found: Found) -> None:
+        """Take over the state of a checkpoint."""
+        extra = found[1]["extra"]
+        border = is_border(self.config, extra["step"], extra)
+        with self.trainer.at_hand():
+            self.checkpoints.load(
+                self.trainer.modules,
+                self.trainer.optimizer,
+                found,
+                free=lambda key: border and may_change(key),
+            )
         self.step = self.saved_step = extra["step"]
         self.skipped = extra["skipped"]
         self.inputs.seek(self.step)
-        self._say(f"continuing {self.run_dir} behind step {self.step}")
-        return True
+
+    def _enter(self, config: Config) -> None:
+        """Save at the border of two stages and go on in the next one's layout, in the same processes.
+
+        Raises:
+            UserError: the state could not be saved, and so not be brought into the next layout.
+        """
+        self._save()
+        if not self.checkpoints.wait():
+            raise UserError(
+                f"stage {self.stage.name} is done, and step {self.step} could not be saved, which the next "
+                "stage starts from; make room and start the same command again"
+            )
+        self._write_pictures()
+        del self.recorder, self.routing, self.trace
+        self._change(config)
+        found = self.checkpoints.newest()
+        assert found and found[1]["extra"]["step"] == self.step, "the checkpoint of the border is gone"
+        self._load(found)
+        self._open_logs()
+        self._announce()
+
+    def _change(self, config: Config) -> None:
+        """Take a stage down and build another one on the same ranks."""
+        self._take_down()
+        self.groups = regroup(
+            self.groups,
+            topology(config),
+            timeout_minutes=config.parallel.timeout_minutes,
+            seed=config.run.seed,
+        )
+        self._build(config)
+
+    def _take_down(self) -> None:
+        """Let go of what a stage has of its own, and of its memory."""
+        self.inputs.close()
+        if self.trainer.pipeline.activations is not None:
+            self.trainer.pipeline.activations.close()
+        del self.trainer, self.checkpoints
+        gc.collect()
+        if self.groups.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _announce(self) -> None:
+        """Tell which stage begins."""
+        if not self.stage.name:
+            return
+        shown = row(self.config)
+        text = (
+            f"stage {self.stage.name}: steps {shown['steps']}, {shown['samples_per_step']} samples of "
+            f"{shown['sequence_length']:,} tokens a step, {shown['layout']}"
+        )
+        self._say(text)
+        self.tracker.event(self.step, "stage", text)
 
     def _start_from(self, folder: str) -> None:
         """Take over the weights of another run or of a Hugging Face folder; the optimizer starts afresh."""
@@ -147,10 +245,9 @@ class Session:
         new = f"; {' and '.join(kept)} not among them, so at initial values" if kept else ""
         self._say(f"weights of {folder}{new}")
 
-    def _open_logs(self, resumed: bool) -> None:
+    def _open_tracker(self, resumed: bool) -> None:
         if self.groups.is_first:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            replace_file(self.run_dir / "config.yaml", to_yaml(self.config).encode())
         self.tracker = Tracker(
             self.config,
             self.run_dir,
@@ -160,10 +257,15 @@ class Session:
         )
         if resumed:
             self.tracker.event(self.step, "resumed", f"behind step {self.step}")
+
+    def _open_logs(self) -> None:
+        """What a stage writes of itself."""
+        if self.groups.is_first:
+            replace_file(self.run_dir / "config.yaml", to_yaml(self.config).encode())
         self.trace = Trace(
             self.groups.rank,
             first_step=self.step + 1,
-            last_step=self.config.run.steps,
+            last_step=self.stage.last,
             trace_steps=self.config.log.trace_steps,
             synchronize=torch.cuda.synchronize if self.groups.device.type == "cuda" else None,
         )
@@ -171,7 +273,7 @@ class Session:
             self.trainer.pipeline,
             self.groups,
             first=self.step + 1,
-            last=self.config.run.steps,
+            last=self.stage.last,
             steps=self.config.log.trace_steps,
         )
         self.routing = RoutingTrace(
@@ -184,11 +286,11 @@ class Session:
 
     def _train(self, progress: Progress) -> None:
         clock = time.perf_counter()
-        while self.step < self.config.run.steps:
+        while self.step < self.stage.last:
             self.step += 1
             with self.trace.phase("data", self.step):
                 batches = self.inputs.next_step()
-                if self.trainer.tower is not None and self.step < self.config.run.steps:
+                if self.trainer.tower is not None and self.step < self.stage.last:
                     self.trainer.pipeline.prepare(self.inputs.images_ahead())
             with self.recorder.step(self.step), self.routing.step(self.step):
                 result = train_step(self.trainer, batches, self.step, self.trace.phase)
@@ -207,6 +309,7 @@ class Session:
                 self._save()
             self.checkpoints.poll()
             if stopping:
+                self.stopped = True
                 return
             # Evaluation and saving are not part of a step's time.
             clock = time.perf_counter()
@@ -225,12 +328,15 @@ class Session:
 
     def _report(self, result: StepResult, seconds: float) -> dict[str, Any]:
         """Put the step into the logs, with the validation loss where one is due, so that a line is whole."""
-        validation = captions = None
-        if self._due(self.config.eval.every) or self.step == self.config.run.steps:
+        validation = captions = needles = None
+        if self._due(self.config.eval.every) or self.step == self.stage.last:
             with self.trace.phase("eval", self.step):
-                validation = evaluate(self.trainer, self.inputs.validation()).loss
-                if held_out := self.inputs.captions():
-                    captions = caption_accuracy(self.trainer, held_out)
+                held_out = self.inputs.validation()
+                validation = evaluate(self.trainer, held_out).loss
+                if self.config.data.source == "needles":
+                    needles = caption_accuracy(self.trainer, held_out)
+                if digits := self.inputs.captions():
+                    captions = caption_accuracy(self.trainer, digits)
         metrics = step_metrics(
             self.config,
             result,
@@ -242,6 +348,11 @@ class Session:
             metrics["val_loss"] = validation
         if captions is not None:
             metrics["caption_accuracy"] = captions
+        if needles is not None:
+            metrics["needle_accuracy"] = needles
+        if self.stage.name:
+            metrics |= {"stage": self.stage.name, "stage_number": self.stage.index + 1}
+            metrics["sequence_length"] = self.config.data.sequence_length
         if self.skipped:
             metrics["skipped_steps"] = self.skipped
         metrics |= self.trace.phase_seconds()
@@ -263,19 +374,32 @@ class Session:
         if self.saved_step == self.step:
             return
         with self.trace.phase("checkpoint", self.step), self.trainer.at_hand():
-            extra = {"step": self.step, "skipped": self.skipped}
+            extra = {"step": self.step, "skipped": self.skipped, **place(self.config)}
             self.checkpoints.save(self.step, self.trainer.modules, self.trainer.optimizer, extra)
         self.saved_step = self.step
 
     def _finish(self) -> None:
         self._save()
         self.checkpoints.wait()
-        traces: list[Any] | None = [None] * dist.get_world_size() if self.groups.is_first else None
-        dist.gather_object(self.trace.events(), traces)
-        recording, held = self.recorder.gather(), self.recorder.gather_held()
+        self._write_pictures()
         left_out = self.inputs.left_out()
         complete = self.step == self.config.run.steps
         bigram = self.inputs.bigram_loss() if complete and self.groups.is_first else None
+        if not self.groups.is_first:
+            return
+        self.tracker.close()
+        if left_out:
+            counts = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+            self._say(f"left out of the data so far: {counts}")
+        summary.write(self.config, self.run_dir, self.groups, self.started, self.step, bigram, left_out)
+        report = write_report(self.run_dir)
+        self._say_goodbye(report, complete, bigram)
+
+    def _write_pictures(self) -> None:
+        """What was recorded of this stage's steps, in place of what the stage before left; a collective."""
+        traces: list[Any] | None = [None] * dist.get_world_size() if self.groups.is_first else None
+        dist.gather_object(self.trace.events(), traces)
+        recording, held = self.recorder.gather(), self.recorder.gather_held()
         if not self.groups.is_first:
             return
         if traces and self.config.log.trace_steps:
@@ -285,15 +409,11 @@ class Session:
         if held:
             text = "".join(line + "\n" for line in held)
             replace_file(self.run_dir / activations.FILE, text.encode())
-        self.tracker.close()
-        if left_out:
-            counts = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
-            self._say(f"left out of the data so far: {counts}")
-        summary.write(self.config, self.run_dir, self.groups, self.started, self.step, bigram, left_out)
-        report = write_report(self.run_dir)
-        self._say_goodbye(report, complete, bigram)
 
     def _say_goodbye(self, report: Path, complete: bool, bigram: float | None) -> None:
+        if not complete and not self.stopped:
+            self._say(self._nothing_left())
+            return
         if not complete:
             why = self.stop.received or "a signal on another rank"
             self._say(f"{why}: saved {self.run_dir} at step {self.step}; the same command continues it")
@@ -303,6 +423,8 @@ class Session:
             lines.append(f"validation loss {self.last['val_loss']:.4f}")
         if "caption_accuracy" in self.last:
             lines.append(f"held-out digits named rightly {self.last['caption_accuracy']:.1%}")
+        if "needle_accuracy" in self.last:
+            lines.append(f"codes found {self.last['needle_accuracy']:.1%}")
         if bigram is not None:
             lines.append(f"bigram model {bigram:.4f}")
         self._say(", ".join(lines))
@@ -312,6 +434,21 @@ class Session:
         goes_on, example = ("ask it", 'chat="2+3?"') if chats else ("continue text", 'prompt="def "')
         self._say(
             f"{self.run_dir} is complete: open {report}, or {goes_on} with `{tool} sample {folder} {example}`"
+        )
+
+    def _nothing_left(self) -> str:
+        """Why this run ends here."""
+        if self.step < self.config.run.steps:
+            following = stages(self.config.curriculum)[self.stage.index + 1]
+            return (
+                f"{self.run_dir} has stage {self.stage.name} behind it, at step {self.step}: leave "
+                f"curriculum.stop_behind out to go on with stage {following.name}"
+            )
+        if self.stage.name:
+            return f"{self.run_dir} is complete at step {self.step}: add a stage to go on"
+        return (
+            f"{self.run_dir} is complete at step {self.step}: raise run.steps to go on, "
+            "or choose another run.dir to start anew"
         )
 
 

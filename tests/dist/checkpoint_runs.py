@@ -19,10 +19,10 @@ from k3train.checkpoint.weights import load_weights
 from k3train.config import Config, fixed_keys
 from k3train.errors import UserError
 from k3train.model.naming import named_parameters
-from k3train.ops.packing import Packing
 from k3train.train.assemble import build_trainer, set_numerics, topology
 from k3train.train.step import Batch, Trainer, train_step
 from parallel import groups
+from tests.parity.worker import place_columns
 
 VOCAB, SEQUENCE, MICROBATCHES = 64, 32, 2
 
@@ -67,15 +67,13 @@ def batches(trainer: Trainer, step: int) -> list[Batch]:
     made = []
     for _ in range(MICROBATCHES):
         tokens = torch.randint(VOCAB, (1, SEQUENCE + 1), generator=generator)
-        made.append(
-            {
-                "tokens": tokens[:, :-1].contiguous(),
-                "labels": tokens[:, 1:].contiguous(),
-                "loss_mask": torch.ones(1, SEQUENCE),
-                "sample_ids": torch.zeros(1, dtype=torch.int64),
-                "packing": Packing.single(1, SEQUENCE, "cpu"),
-            }
-        )
+        batch = {
+            "tokens": tokens[:, :-1].contiguous(),
+            "labels": tokens[:, 1:].contiguous(),
+            "loss_mask": torch.ones(1, SEQUENCE),
+            "sample_ids": torch.zeros(1, dtype=torch.int64),
+        }
+        made.append(place_columns(batch, trainer.groups.pg_collection.cp))
     return made
 
 
@@ -268,3 +266,22 @@ def _weights(trainer: Trainer) -> str:
     ]
     torch.distributed.broadcast_object_list(digest, src=0)
     return digest[0]
+
+
+def saved_in(root: str, config: dict[str, Any]) -> None:
+    """Two steps, which are saved."""
+    trainer = start(small_config(**config))
+    train(trainer, range(1, 3))
+    manager(trainer, root, []).save(2, trainer.modules, trainer.optimizer, {"step": 2})
+
+
+def moved_to(root: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Take over what another layout saved, save it again as step 3 in this one, and train on."""
+    trainer = start(small_config(**config))
+    told: list[str] = []
+    checkpoints = manager(trainer, root, told)
+    layout_keys = ("parallel.", "data.micro_batch_size")
+    extra = checkpoints.load(trainer.modules, trainer.optimizer, free=lambda key: key.startswith(layout_keys))
+    assert extra == {"step": 2}
+    checkpoints.save(3, trainer.modules, trainer.optimizer, {"step": 3})
+    return {"losses": train(trainer, range(3, 5)), "told": told}

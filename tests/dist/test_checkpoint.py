@@ -20,6 +20,7 @@ LAYOUTS: dict[str, tuple[int, bool, dict[str, Any]]] = {
     "one process": (1, False, {"layout": {}}),
     "pipeline 2 x virtual 2": (2, False, {"layout": {"pipeline": 2, "virtual": 2}}),
     "expert 2 x data 2, asynchronous": (2, True, {"layout": {"expert": 2, "data": 2}}),
+    "context 2 x pipeline 2, asynchronous": (4, True, {"layout": {"context": 2, "pipeline": 2}}),
     "balanced experts, asynchronous": (2, True, {"layout": {"expert": 2, "data": 2}, "policy": "fill"}),
     "experts copied by past loads": (2, False, {"layout": {"expert": 2, "data": 2}, "policy": "eplb"}),
     "muon, asynchronous": (1, True, {"layout": {}, "optimizer": "muon"}),
@@ -104,7 +105,7 @@ def test_refuses_another_configuration_and_survives_a_full_disk(tmp_path: Path) 
         "step-00000001 was made with model.top_k=2 (now 3), optim.lr=0.002 (now 0.5); "
         "set the old value again, or start a new run in another run.dir",
         "saved step-00000001",
-        "could not save step-00000002: rank 0: [Errno 27] File too large; training goes on",
+        "could not save step-00000002: rank 0: [Errno 27] File too large",
         "saved step-00000003",
         "step-00000001",
         "step-00000003",

@@ -7,9 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from k3train.config import DataConfig, LongDocumentsConfig
 from k3train.data.blend import Blend
+from k3train.data.datasets import build_datasets, describe_long
 from k3train.data.indexed import open_corpus
-from k3train.data.packed import PackedWindows
+from k3train.data.packed import LongDocuments, LongShare, PackedWindows
+from k3train.data.tokenizer import load_tokenizer
 from k3train.errors import UserError
 
 MakeCorpus = Callable[[str, list[list[int]]], str]
@@ -108,3 +111,55 @@ def test_blend_reads_the_corpora(make_corpus: MakeCorpus) -> None:
     origins = [int(blend[i]["tokens"][0]) for i in range(400)]
     assert origins.count(1) == 300
     assert blend[77]["sample_id"] == 77
+
+
+def occurrences(windows: PackedWindows, epoch: int) -> dict[int, int]:
+    """Times that each token stands in an epoch, each its own; what the last window leaves is counted too."""
+    windows[epoch * windows.windows_per_epoch]
+    stream = windows._read(0)
+    while stream.size < windows.num_tokens:
+        stream = np.concatenate((stream, windows._read(stream.size)))
+    tokens, counts = np.unique(stream[: windows.num_tokens], return_counts=True)
+    return dict(zip(tokens.tolist(), counts.tolist(), strict=True))
+
+
+def test_long_documents_stand_in_every_epoch_exactly_as_often_as_told(make_corpus: MakeCorpus) -> None:
+    lengths = [3, 20, 1, 9, 14, 30, 2, 8, 8, 5]  # 100 tokens, of which 20 + 14 + 30 in long documents
+    corpus = open_corpus(make_corpus("a", documents(lengths)))
+    long = LongDocuments(at_least=14, times=3)
+    windows = PackedWindows(corpus, SEQUENCE, seed=1, vocab_size=60000, pad_id=59999, long_documents=long)
+    assert windows.num_tokens == 100 + 2 * 64 and windows.windows_per_epoch == 227 // SEQUENCE
+    of_document = np.repeat(np.arange(len(lengths)), lengths)
+    for epoch in range(3):
+        found = occurrences(windows, epoch)
+        assert found == {
+            token: 3 if lengths[document] >= 14 else 1 for token, document in enumerate(of_document.tolist())
+        }
+    assert sorted(windows._documents.tolist()) == sorted([*range(10), 1, 1, 4, 4, 5, 5])
+    assert windows.long == LongShare(10, 3, 100, 64, 228, 192)
+
+
+def test_up_sampling_nothing_is_the_same_order(make_corpus: MakeCorpus) -> None:
+    prefix = make_corpus("a", documents([7] * 60))
+    plain = packed(prefix)
+    for long in (LongDocuments(at_least=8, times=5), LongDocuments(at_least=1, times=1)):
+        other = PackedWindows(
+            open_corpus(prefix), SEQUENCE, seed=1, vocab_size=60000, pad_id=59999, long_documents=long
+        )
+        for index in (0, 51, 52, 200):
+            assert other[index]["tokens"].tolist() == plain[index]["tokens"].tolist()
+
+
+def test_a_blend_without_weights_counts_copies(make_corpus: MakeCorpus) -> None:
+    short = make_corpus("short", documents([10] * 10))
+    long = make_corpus("long", documents([50, 50]))
+    data = DataConfig(source="indexed", train=[short, long], valid=[short])
+    data.long_documents = LongDocumentsConfig(at_least=50, times=3)
+    tokenizer = load_tokenizer("byte")
+    train, valid = build_datasets(data, tokenizer, SEQUENCE, 1, 10, 2)
+    assert [float(weight) for weight in train.blend.weights] == [0.25, 0.75]
+    assert valid is not None and valid.blend.corpora[0].num_tokens == 100
+    assert describe_long(train.blend, data.long_documents) == (
+        "documents of 50 tokens and more: 2 of 12, 3 times an epoch; 75.0% of its tokens instead of 50.0%"
+    )
+    assert describe_long(train.blend, LongDocumentsConfig()) is None

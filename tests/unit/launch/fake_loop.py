@@ -15,56 +15,58 @@ from k3train.errors import UserError
 def module() -> ModuleType:
     """A module object with the `train` that FAKE_LOOP names."""
     made = ModuleType("k3train.train.loop")
-    made.train = {"refuse": refuse, "crash": crash, "wait": wait, "reduce": reduce, "log": log}[
+    chosen = {"refuse": refuse, "crash": crash, "wait": wait, "reduce": reduce, "log": log}[
         os.environ["FAKE_LOOP"]
     ]
+    made.train = lambda stages, stages_behind: chosen(stages)  # type: ignore[attr-defined]
     return made
 
 
-def refuse(config: Config) -> int:
+def refuse(stages: list[Config]) -> int:
     if os.environ.get("RANK", "0") == "1":
         raise UserError("data.train=[x]: torn")
     return _blocked()
 
 
-def crash(config: Config) -> int:
+def crash(stages: list[Config]) -> int:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     return _blocked()
 
 
-def wait(config: Config) -> int:
+def wait(stages: list[Config]) -> int:
     """Save on a stop signal, slowly, as a large checkpoint would be."""
     received = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: received.append(number))
-    _note(config, "ready", "")
+    _note(stages[0], "ready", "")
     deadline = time.monotonic() + 60
     while not received and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(1.0)
-    _note(config, "saved", str([int(number) for number in received]))
+    _note(stages[0], "saved", str([int(number) for number in received]))
     return 0 if received else 1
 
 
-def reduce(config: Config) -> int:
+def reduce(stages: list[Config]) -> int:
     import torch
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     total = torch.tensor([float(dist.get_rank() + 1)])
     dist.all_reduce(total)
+    (config,) = stages
     node = f"{config.cluster.nodes} {config.cluster.ranks_per_node} {config.parallel.data}"
     _note(config, "rank", f"{dist.get_world_size()} {total.item():g} {node}")
     dist.destroy_process_group()
     return 0
 
 
-def log(config: Config) -> int:
-    folder = Path(config.run.dir)
+def log(stages: list[Config]) -> int:
+    folder = Path(stages[0].run.dir)
     folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text(f'{{"step": 2, "loss": {config.optim.lr}}}\n{{"st')
-    return 1 if config.run.seed == 2 else 0
+    (folder / "metrics.jsonl").write_text(f'{{"step": 2, "loss": {stages[0].optim.lr}}}\n{{"st')
+    return 1 if stages[0].run.seed == 2 else 0
 
 
 def _blocked() -> int:

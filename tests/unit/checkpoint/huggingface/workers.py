@@ -186,5 +186,5 @@ def train_from(source: str, run_dir: str, overrides: list[str]) -> list[str]:
 
     said: list[str] = []
     with mock.patch.object(Session, "_say", lambda _, text: said.append(text)):
-        Session(ready([*overrides, f"init_from={source}", f"run.dir={run_dir}"])).run()
+        Session([ready([*overrides, f"init_from={source}", f"run.dir={run_dir}"])]).run()
     return said
