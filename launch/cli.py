@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from k3train.errors import UserError
 
 HELP_FLAGS = ("-h", "--help", "help")
-VERBS = ("train", "plan", "doctor", "data", "convert", "sample", "report", "launch")
+VERBS = ("train", "plan", "doctor", "data", "convert", "sample", "eval", "report", "launch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

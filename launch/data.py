@@ -1,4 +1,4 @@
-"""`k3train data prepare` makes the .bin/.idx pair that training reads; `k3train data show` prints samples."""
+"""`k3train data prepare` and `longmix` make the .bin/.idx pairs to train on; `show` prints samples."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import NoReturn
 from k3train.errors import UserError
 
 PREPARE = "text files into the .bin/.idx pair that training reads"
+LONGMIX = "long samples of documents and of tasks that need evidence from all over the window"
 SHOW = "samples of a configuration, with what is learnt in colour, or in brackets where there are no colours"
 
 
@@ -20,17 +21,18 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Dispatch `data prepare` and `data show`."""
-    commands = {"prepare": _prepare, "show": _show}
-    if not arguments or arguments[0] not in commands:
-        given = arguments[0] if arguments else "nothing"
-        raise UserError(f"data: {given} is no command of it; valid are {', '.join(commands)}")
+    """Dispatch `data prepare`, `data longmix` and `data show`."""
+    commands = {"prepare": _prepare, "longmix": _longmix, "show": _show}
+    if not arguments:
+        raise UserError(f"data: no command given; valid are {', '.join(commands)}")
+    if arguments[0] not in commands:
+        raise UserError(f"data: {arguments[0]} is no command of it; valid are {', '.join(commands)}")
     return commands[arguments[0]](list(arguments[1:]))
 
 
 def help_text() -> str:
-    """The options of both commands."""
-    return f"{parser().format_help().rstrip()}\n\n{show_parser().format_help().rstrip()}"
+    """The options of all commands."""
+    return "\n\n".join(made().format_help().rstrip() for made in (parser, longmix_parser, show_parser))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,10 +44,47 @@ def parser() -> argparse.ArgumentParser:
         metavar="INPUT",
         help=".jsonl, .txt or .parquet, also .gz or .zst; a folder or glob",
     )
-    made.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
     made.add_argument(
         "--tokenizer", default="byte", help="byte, or a tokenizer.json or tiktoken file (%(default)s)"
     )
+    _add_output(made)
+    return made
+
+
+def longmix_parser() -> argparse.ArgumentParser:
+    """The options of `data longmix`."""
+    made = _Parser(prog="k3train data longmix", description=LONGMIX, allow_abbrev=False)
+    made.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help="prefix of a prepared corpus, bundled, or an INPUT as of data prepare",
+    )
+    made.add_argument("--length", type=int, required=True, metavar="TOKENS", help="of each sample, exactly")
+    made.add_argument("--samples", type=int, required=True, help="how many")
+    made.add_argument("--seed", type=int, default=0, help="other samples of the same sources (%(default)s)")
+    made.add_argument(
+        "--tasks",
+        default="needle,needles,source,continue",
+        help="what questions take turns in (%(default)s)",
+    )
+    made.add_argument("--questions", type=int, help="in a sample (one for each 2048 tokens, at least 4)")
+    made.add_argument(
+        "--unasked", type=int, default=0, help="codes in a sample that nothing asks for (%(default)s)"
+    )
+    made.add_argument(
+        "--wording",
+        default="sentence",
+        help="of codes: sentence, or compact for models of bytes (%(default)s)",
+    )
+    made.add_argument("--tokenizer", help="byte, a tokenizer.json or tiktoken file (that of the sources)")
+    _add_output(made)
+    return made
+
+
+def _add_output(made: argparse.ArgumentParser) -> None:
+    """The options of commands that write a corpus."""
+    made.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
     made.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (%(default)s)")
     made.add_argument(
         "--text-key", default="text", help="field of each record that holds the text (%(default)s)"
@@ -53,7 +92,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--no-resume", dest="resume", action="store_false", help="start again, over what an earlier call made"
     )
-    return made
 
 
 def show_parser() -> argparse.ArgumentParser:
@@ -86,6 +124,37 @@ def _prepare(arguments: list[str]) -> int:
     return 0
 
 
+def _longmix(arguments: list[str]) -> int:
+    options = longmix_parser().parse_args(arguments)
+    from k3train.data.long.longmix import NEEDS, TASKS, count_tasks, longmix
+    from k3train.data.long.mix import Mixture
+
+    questions = max(4, options.length // 2048) if options.questions is None else options.questions
+    kinds = tuple(filter(None, options.tasks.split(",")))
+    info = longmix(
+        options.sources,
+        options.output,
+        Mixture(options.length, kinds, questions, options.unasked, options.wording),
+        options.samples,
+        seed=options.seed,
+        workers=options.workers,
+        tokenizer=options.tokenizer,
+        text_key=options.text_key,
+        resume=options.resume,
+    )
+    counts = count_tasks(options.output)
+    print(info)
+    print(f"{options.output}{TASKS}: " + ", ".join(f"{counts[kind]:,} of {kind}" for kind in kinds))
+    for kind in kinds:
+        if not counts[kind] and kind in NEEDS:
+            print(f"no question of task {kind}: it needs {NEEDS[kind]}, and questions enough for its turn")
+    print(
+        f"a window of data.sequence_length={options.length} is a sample; name it in data.train "
+        f"(data=indexed data.tokenizer={info.tokenizer}), beside other corpora by data.train_weights"
+    )
+    return 0
+
+
 def _show(arguments: list[str]) -> int:
     options = show_parser().parse_intermixed_args(arguments)
     if options.count < 1 or options.first < 0:
@@ -94,6 +163,7 @@ def _show(arguments: list[str]) -> int:
 
     from k3train.data.chat.windows import build_chats
     from k3train.data.datasets import Samples, build_datasets
+    from k3train.data.long.windows import build_needles
     from k3train.data.multimodal import build_encoder
     from k3train.data.show import show
     from k3train.data.skips import Skips
@@ -109,7 +179,8 @@ def _show(arguments: list[str]) -> int:
         images = build_encoder(data, config.vision, tokenizer, skips) if config.vision.enabled else None
         splits = build_chats(data, tokenizer, images, skips, seed, wanted, wanted, print)
     else:
-        splits = build_datasets(data, tokenizer, data.sequence_length, seed, wanted, wanted)
+        build = build_needles if data.source == "needles" else build_datasets
+        splits = build(data, tokenizer, data.sequence_length, seed, wanted, wanted)
     windows = splits[1] if options.valid else splits[0]
     assert windows is not None
     show(windows, tokenizer, Console(), options.first, options.count)

@@ -12,9 +12,11 @@ VERBS = {
     "plan": "parameters, memory, traffic and step time of a configuration, without running it",
     "doctor": "what is installed here, what is used, and why not",
     "data prepare": "turn .jsonl, .txt and .parquet files into training data",
+    "data longmix": "make long samples of documents and of tasks that need evidence from all over them",
     "convert": "import released weights, export trained ones, verify either",
     "data show": "print samples, with what is learnt in colour",
     "sample": "continue text or answer in a chat, from a checkpoint",
+    "eval": "does a model read across its window? Answers by depth of their evidence",
     "report": "write a run's curves as one HTML page",
     "launch": "write a Slurm job or a Kubernetes manifest for a configuration",
 }
@@ -23,18 +25,23 @@ USAGE = {
     "train": "k3train train [-m] [OVERRIDE...]\n\n"
     "  -m, --multirun   one run after another over lists and ranges: optim.lr=1e-3,2e-3 run.seed=range(0,3)",
     "plan": "k3train plan [--json] [out=FOLDER] [costs=flops|uniform] [costs.from=RUN] [schedule=NAME] "
-    "[costs.tiers=FILE] [images=COUNTxROWSxCOLUMNS] [OVERRIDE...]\n\n"
+    "[costs.tiers=FILE] [images=COUNTxROWSxCOLUMNS] [stage=NAME] [OVERRIDE...]\n\n"
     "  --json           one JSON object on standard output\n"
     "  out=FOLDER       write the pipeline's timeline there: timeline.svg, .png, .html and .trace.json\n"
     "  costs=uniform    each chunk's forward takes 1 and its backward 2, instead of what their FLOPs take\n"
     "  costs.from=RUN   what operations took in a run, from its timeline.json\n"
     "  costs.tiers=FILE bandwidths of host, peer and disk, from benchmarks/offload_tiers.py --json FILE\n"
     "  schedule=NAME    look at another order: gpipe, 1f1b, interleaved, zb1p, zbh2, zbv\n"
-    "  images=4x64x48   the images of every micro-batch: here four of 64 x 48 patches",
+    "  images=4x64x48   the images of every micro-batch: here four of 64 x 48 patches\n"
+    "  stage=NAME       one stage of a run in stages, of which the plan else has a line each",
     "doctor": "k3train doctor",
     "sample": 'k3train sample RUN prompt="def " [tokens=200] [temperature=0.8] [top_p=0.95] [seed=0]\n'
     '       k3train sample RUN chat="2+3?" [system=TEXT] [effort=low|medium|high|max] [the same]\n\n'
     '  chat=TEXT        what a user says, or a whole chat as JSON: {"messages": [..], "tools": [..]}',
+    "eval": "k3train eval needle RUN [lengths=128,1024] [samples=64]\n"
+    "       k3train eval longmix RUN PREFIX [samples=COUNT]\n\n"
+    "  needle           codes in held-out text, at the stages' lengths, else 1, 2, 4 and 8 times the run's\n"
+    "  longmix          the tasks of a corpus that `k3train data longmix` made",
     "report": "k3train report RUN...",
     "launch": "k3train launch slurm|kubernetes [--output FILE] [OVERRIDE...]\n\n"
     "  --output FILE    write the job there instead of to standard output",
@@ -44,8 +51,8 @@ TAKES_OVERRIDES = ("train", "plan", "launch")
 
 COMMON = (
     "run.dir", "run.steps", "run.seed", "run.microbatches", "run.resume", "checkpoint.every",
-    "parallel.pipeline", "parallel.virtual", "parallel.expert.size", "parallel.data", "parallel.zero",
-    "offload.policy", "offload.budget_gb",
+    "parallel.pipeline", "parallel.virtual", "parallel.expert.size", "parallel.context", "parallel.data",
+    "parallel.zero", "offload.policy", "offload.budget_gb",
     "optim.lr", "log.wandb",
 )  # fmt: skip
 

@@ -104,18 +104,18 @@ def prepare(
     encoder = load_tokenizer(tokenizer)
     try:
         files = find_inputs(inputs)
-        recipe = _recipe(files, encoder, text_key, shard_bytes)
-        finished = _already_made(output_prefix, recipe) if resume else None
+        recipe = recipe_of(files, encoder, text_key, shard_bytes)
+        finished = already_made(output_prefix, recipe) if resume else None
         if finished is not None:
             return finished
         shards = _plan_shards(files, shard_bytes)
-        with _parts_folder(output_prefix, recipe, resume) as folder:
+        with parts_folder(output_prefix, recipe, resume) as folder:
             job = Job(str(folder), tokenizer, text_key)
-            todo = [shard for shard in shards if not _part_is_whole(folder, shard.number)]
+            todo = [shard for shard in shards if not part_is_whole(folder, shard.number)]
             run_shards(build_part, job, todo, workers, Progress(shards, todo, shown=progress))
-            if _recipe(files, encoder, text_key, shard_bytes) != recipe:
+            if recipe_of(files, encoder, text_key, shard_bytes) != recipe:
                 raise UserError("an input changed while it was read; run again when it is complete")
-            info = _publish(folder, shards, output_prefix, tokenizer, encoder, recipe)
+            info = publish(folder, len(shards), output_prefix, tokenizer, encoder, recipe)
     except OSError as error:
         place = error.filename or output_prefix
         raise UserError(f"{place}: {error.strerror or error}; finished parts are kept, run again") from error
@@ -151,7 +151,7 @@ def build_part(job: Job, shard: Shard, progress: Any) -> None:
         os.fsync(output.fileno())
     np.array(lengths, np.int32).tofile(stem.with_suffix(".len"))
     counts = {"documents": len(lengths), "tokens": sum(lengths), "bytes": text_bytes, "empty": empty}
-    _write_json(stem.with_suffix(".json"), counts | {"itemsize": np.dtype(dtype).itemsize})
+    write_json(stem.with_suffix(".json"), counts | {"itemsize": np.dtype(dtype).itemsize})
 
 
 def _plan_shards(files: list[Path], shard_bytes: int) -> list[Shard]:
@@ -167,7 +167,8 @@ def _plan_shards(files: list[Path], shard_bytes: int) -> list[Shard]:
     return [*shards, Shard(len(shards), tuple(pieces), size)] if pieces else shards
 
 
-def _recipe(files: list[Path], encoder: Tokenizer, text_key: str, shard_bytes: int) -> str:
+def recipe_of(files: list[Path], encoder: Tokenizer, text_key: str, shard_bytes: int = SHARD_BYTES) -> str:
+    """What `PreparedInfo.recipe` says of a corpus of these files."""
     stats = [(str(path.resolve()), path.stat()) for path in files]
     inputs = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
     settings = [FORMAT, encoder.fingerprint, text_key, shard_bytes, inputs]
@@ -185,19 +186,20 @@ def read_info(prefix: str) -> PreparedInfo | None:
         raise UserError(f"{path} does not describe a prepared corpus: {error}; prepare it again") from error
 
 
-def _already_made(prefix: str, recipe: str) -> PreparedInfo | None:
+def already_made(prefix: str, recipe: str) -> PreparedInfo | None:
+    """The whole corpus of this recipe, if it stands there. Raises UserError where another one does."""
     info = read_info(prefix)
     if info is None:
         taken = [name for name in (f"{prefix}.bin", f"{prefix}.idx") if Path(name).exists()]
         if len(taken) == 2:
             raise UserError(
-                f"{taken[0]} exists, made elsewhere; choose another prefix, or resume=false to replace it"
+                f"{taken[0]} exists, made elsewhere; choose another prefix, or --no-resume to replace it"
             )
         return None
     if info.recipe != recipe:
         raise UserError(
             f"{prefix}.json describes a corpus of other inputs or settings; "
-            "choose another prefix, or resume=false to replace it"
+            "choose another prefix, or --no-resume to replace it"
         )
     try:
         return info if open_corpus(prefix).num_tokens == info.tokens else None
@@ -206,7 +208,7 @@ def _already_made(prefix: str, recipe: str) -> PreparedInfo | None:
 
 
 @contextmanager
-def _parts_folder(prefix: str, recipe: str, resume: bool) -> Iterator[Path]:
+def parts_folder(prefix: str, recipe: str, resume: bool) -> Iterator[Path]:
     """`<prefix>.parts`, locked, holding parts of `recipe` only; removed when the work is complete."""
     folder = Path(f"{prefix}.parts")
     folder.mkdir(parents=True, exist_ok=True)
@@ -214,19 +216,20 @@ def _parts_folder(prefix: str, recipe: str, resume: bool) -> Iterator[Path]:
         try:
             stack.enter_context(file_lock(folder / "lock", wait=False))
         except BlockingIOError:
-            raise UserError(f"{folder} is in use: another `data prepare` writes this prefix") from None
+            raise UserError(f"{folder} is in use: another call writes this prefix") from None
         manifest = folder / "manifest.json"
         kept = json.loads(manifest.read_text()) if manifest.is_file() else None
         if not resume or kept != {"recipe": recipe}:
             for path in folder.iterdir():
                 if path.name != "lock":
                     path.unlink()
-            _write_json(manifest, {"recipe": recipe})
+            write_json(manifest, {"recipe": recipe})
         yield folder
         shutil.rmtree(folder)
 
 
-def _part_is_whole(folder: Path, number: int) -> bool:
+def part_is_whole(folder: Path, number: int) -> bool:
+    """Whether a part was written to its end."""
     stem = folder / f"{number:06d}"
     if not stem.with_suffix(".json").is_file():
         return False
@@ -238,10 +241,11 @@ def _part_is_whole(folder: Path, number: int) -> bool:
     )
 
 
-def _publish(
-    folder: Path, shards: list[Shard], prefix: str, tokenizer: str, encoder: Tokenizer, recipe: str
+def publish(
+    folder: Path, parts: int, prefix: str, tokenizer: str, encoder: Tokenizer, recipe: str
 ) -> PreparedInfo:
-    stems = [folder / f"{shard.number:06d}" for shard in shards]
+    """Join the parts [0, parts) and rename the corpus into place."""
+    stems = [folder / f"{number:06d}" for number in range(parts)]
     counts = [json.loads(stem.with_suffix(".json").read_text()) for stem in stems]
     totals = {key: sum(part[key] for part in counts) for key in ("documents", "tokens", "bytes", "empty")}
     if not totals["documents"]:
@@ -258,7 +262,7 @@ def _publish(
         os.fsync(output.fileno())
     lengths = np.concatenate([np.fromfile(stem.with_suffix(".len"), np.int32) for stem in stems])
     write_index(folder / "merged.idx", lengths, dtype)
-    _write_json(folder / "merged.json", asdict(info))
+    write_json(folder / "merged.json", asdict(info))
     # An old corpus loses its index first: no moment shows a .bin with another corpus's .idx.
     for suffix in (".json", ".idx"):
         Path(prefix + suffix).unlink(missing_ok=True)
@@ -267,7 +271,8 @@ def _publish(
     return info
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a file that is whole whenever it can be seen."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)

@@ -36,7 +36,9 @@ def show(windows: Windows, tokenizer: Tokenizer, console: Console, first: int, c
         ids = sample["tokens"].tolist()
         learnt = learnt_tokens(sample)
         filled = len(ids) - _padding(ids, tokenizer)
-        documents = ids[:filled].count(tokenizer.eod_id)
+        # The end token of the last document may be but a label.
+        unended = ids[:filled][-1:] not in ([], [tokenizer.eod_id])
+        documents = ids[:filled].count(tokenizer.eod_id) + unended
         counts = f"{filled} of {len(ids)} tokens, {sum(learnt)} learnt, {documents} documents"
         text = marked(ids[:filled], learnt[:filled], tokenizer, colours=console.is_terminal)
         console.print(f"sample {index}: {counts}", style="bold", highlight=False)

@@ -18,11 +18,15 @@ from .panels import Panel
 
 SIDE = 1000
 NAMED_COLOURS = 8
+Border = tuple[float, str]
+"""Step at which a stage of the run begins, and its name."""
 MAX_COLUMNS = 240
 PANEL_POINTS = 16_000
 
 
-def panel_figure(panel: Panel, series: Sequence[Series], steps: tuple[int, int]) -> str:
+def panel_figure(
+    panel: Panel, series: Sequence[Series], steps: tuple[int, int], borders: Sequence[Border] = ()
+) -> str:
     """One panel as a <figure>; `steps` are the first and the last step of the run's step axis."""
     drawn = [line for line in series if line.points]
     notes = [
@@ -45,9 +49,17 @@ def panel_figure(panel: Panel, series: Sequence[Series], steps: tuple[int, int])
     return (
         f'<figure class="panel" data-scale="{chosen}">'
         f"<figcaption>{title}{switch(chosen) if len(scales) > 1 else ''}</figcaption>"
-        f'{legend(drawn, colours, ramp)}<div class="plot">{layers}{step_ticks(x)}'
+        f'{legend(drawn, colours, ramp)}<div class="plot">{layers}{border_marks(borders, x)}{step_ticks(x)}'
         '<div class="cursor"></div><div class="readout"></div></div>'
         f"{note}{readout_data(drawn, colours, x, axes)}</figure>"
+    )
+
+
+def border_marks(borders: Sequence[Border], x: Axis) -> str:
+    """A line with a name where each stage begins."""
+    return "".join(
+        f'<span class="border" style="left:{x.place(step) * 100:.2f}%">{escape(name)}</span>'
+        for step, name in borders
     )
 
 

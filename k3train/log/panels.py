@@ -43,6 +43,7 @@ class Panel:
 PANELS = (
     Panel("Loss", "Loss", ("loss", "mtp_loss", "val_loss"), "nats per token", smooth=True, summary="min"),
     Panel("Loss", "Held-out captions", ("caption_accuracy",), "share named rightly", summary="max"),
+    Panel("Loss", "Codes found in the window", ("needle_accuracy",), "share", summary="max"),
     Panel("Optimizer", "Learning rate", ("lr",)),
     Panel("Optimizer", "Gradient norm", ("grad_norm",), scale="log", smooth=True),
     Panel("Throughput", "Tokens per second", ("tokens_per_second",), "tokens/s", smooth=True),

@@ -21,8 +21,8 @@ from parallel.pipeline.simulate import DeadlockError
 
 from ..config_file import load_yaml
 from ..errors import UserError
-from . import activations, events, metrics, stacks, timeline
-from .charts import heat_figure, heat_map, panel_figure
+from . import activations, events, metrics, needles, stacks, timeline
+from .charts import Border, heat_figure, heat_map, panel_figure
 from .curves import Series, collect, short
 from .metrics import replace_file
 from .panels import AFTER_BALANCE, BEFORE_BALANCE, PANELS, Panel, sections
@@ -99,6 +99,7 @@ def page(run: RunData) -> str:
             header(run, title),
             tiles(run),
             charts(run),
+            needles.section(run.folder),
             pipeline(run),
             held_activations(run),
             event_list(run),
@@ -261,6 +262,7 @@ def charts(run: RunData) -> str:
     if not series:
         return '<h2>Curves</h2><p class="empty">No metrics have been logged yet.</p>'
     steps = (run.records[0]["step"], max(record["step"] for record in run.records))
+    marks = borders(run.records)
     shown: list[str] = []
     placed: set[str] = set()
     for section, panels in sections(PANELS).items():
@@ -269,14 +271,24 @@ def charts(run: RunData) -> str:
             names = panel.select(series)
             placed.update(names)
             if names:
-                figures.append(panel_figure(panel, [series[name] for name in names], steps))
+                figures.append(panel_figure(panel, [series[name] for name in names], steps, marks))
         if section == "Experts":
             figures += heat_figures(series)
         shown.append(section_html(section, figures))
     others = [name for name in series if name not in placed]
-    figures = [panel_figure(Panel("Other", name, (name,)), [series[name]], steps) for name in others]
+    figures = [panel_figure(Panel("Other", name, (name,)), [series[name]], steps, marks) for name in others]
     shown.append(section_html("Other metrics", figures))
     return "".join(shown)
+
+
+def borders(records: Sequence[Mapping[str, Any]]) -> list[Border]:
+    """Where the stages of a run begin: halfway between two steps; the first one too, when there are more."""
+    found: list[Border] = []
+    for record in records:
+        name = record.get("stage")
+        if isinstance(name, str) and (not found or found[-1][1] != name):
+            found.append((record["step"] - 0.5 if found else record["step"], name))
+    return found if len(found) > 1 else []
 
 
 def section_html(title: str, figures: Sequence[str]) -> str:

@@ -176,7 +176,7 @@ def test_finished_work_is_kept_and_other_work_refused(folder: Path, tmp_path: Pa
     stamp = Path(f"{out}.bin").stat().st_mtime_ns
     assert run(folder, out) == info
     assert Path(f"{out}.bin").stat().st_mtime_ns == stamp
-    with pytest.raises(UserError, match="other inputs or settings; choose another prefix, or resume=false"):
+    with pytest.raises(UserError, match="other inputs or settings; choose another prefix, or --no-resume"):
         run(folder / "a.jsonl", out)
     assert run(folder / "a.jsonl", out, resume=False).documents == 30
     assert len(open_corpus(str(out))) == 30

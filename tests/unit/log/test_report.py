@@ -14,7 +14,7 @@ from k3train.log.charts import alpha_png, heat_map, panel_figure
 from k3train.log.curves import Series
 from k3train.log.metrics import MetricsLog
 from k3train.log.panels import PANELS
-from k3train.log.report import write_report
+from k3train.log.report import borders, write_report
 
 VOID = {"meta", "img", "line", "path", "br"}
 
@@ -224,3 +224,16 @@ def test_the_heat_image_is_a_png_whose_opacity_is_the_value():
     rows = [pixels[1:13], pixels[14:26]]
     assert [list(row[3::4]) for row in rows] == [[10, 133, 255], [0, 255, 71]]
     assert base64.b64encode(content)
+
+
+def test_stages_are_marked_where_they_begin(tmp_path):
+    log = MetricsLog(tmp_path, resume_step=0)
+    for step in range(1, 11):
+        log.write(step, {"loss": 1.0 / step, "stage": "short <8k>" if step <= 4 else "long"})
+    log.close()
+    page = write_report(tmp_path).read_text()
+    Page(page)
+    marks = re.findall(r'<span class="border" style="left:([\d.]+)%">([^<]*)</span>', page)
+    # Of the axis from step 1 to step 10.
+    assert marks == [("0.00", "short &lt;8k&gt;"), ("38.89", "long")]
+    assert borders([{"step": 1, "loss": 2.0}]) == borders([{"step": 1, "stage": "one"}]) == []
