@@ -21,9 +21,10 @@ from parallel.pipeline.vision_fill import CapError
 from parallel.topology import Topology
 from parallel.zero2 import SLOTS
 
-from . import activation_view, vision_shapes
+from . import activation_view, context_traffic, quant_plan, vision_shapes
 from .activation_policy import TOWER_LAYER, with_storage
 from .config import Config
+from .context_plan import mla_bytes
 from .expert_plan import assumptions
 from .flops import EFFICIENCY, TERA, forward_flops_per_token, train_flops_per_token
 from .gradient_plan import Gradients, costs_more, equal_chunks
@@ -117,6 +118,7 @@ def plan(config: Config, world_size: int, simulated: Simulation | None = None) -
         "activations": activation_view.describe(
             config, cuts, table, rows, parts, policy_costs(config, topology, cuts, rows)
         ),
+        **({"context": _context(config)} if topology.context > 1 else {}),
         "traffic_bytes": {name: int(max(part[name] for part in traffic)) for name in traffic[0]},
         "pipeline": _pipeline(simulated, rows),
         "attn_res_rows": {**attn_res_rows(rows), "row_bytes": row_bytes(config)},
@@ -129,6 +131,7 @@ def plan(config: Config, world_size: int, simulated: Simulation | None = None) -
         "assumptions": [
             *ASSUMPTIONS,
             *assumptions(config, topology),
+            *quant_plan.assumptions(config),
             *_vision_assumptions(config, simulated, timed),
         ],
     }
@@ -247,6 +250,12 @@ def layout_of(config: Config, world_size: int) -> Topology:
     )
 
 
+def _context(config: Config) -> dict[str, Any]:
+    """How even MLA is over a context group, and the bytes of a layer beyond a rank's share, for one row."""
+    found = mla_bytes(config.model, config.data.sequence_length, config.parallel.context)
+    return asdict(found)
+
+
 def _pipeline(simulated: Simulation, rows: RowPlan) -> dict[str, Any]:
     """Idle time and activations held, by pipeline rank, and what travels, by stage."""
     timeline, layout = simulated.timeline, rows.layout
@@ -297,8 +306,10 @@ def _step_seconds(
     }
     waits = [sum(share * part.get(name, 0) for name, share in shares.items()) for part in traffic]
     stages = ring_bandwidth(config, topology.pipeline, ranks)
+    context = max(sum(part.get(name, 0) for name in context_traffic.NAMES) for part in traffic)
     return {
         "pipeline": float(simulated.timeline.makespan),
+        "context": context / ring_bandwidth(config, topology.context, 1),
         "vision_gradients": max(part.get("vision_gradient_all_reduce", 0) for part in traffic) / stages,
         "gradients": max(waits) / slowest,
         "balance": max(part["balance_histograms"] for part in traffic) / dense,
@@ -338,9 +349,20 @@ def facts(planned: dict[str, Any]) -> dict[str, str]:
         "FLOPs": f"{_count(planned['flops']['per_token'])} for each token, forward and backward",
         "bubble": f"{pipeline['bubble_over_compute']:.1%} of compute, {pipeline['schedule']}"
         f" ((p - 1) / (v m) is {pipeline['bubble_of_equal_stages']:.1%})",
+        **(_context_facts(planned["context"]) if "context" in planned else {}),
         **activation_view.facts(planned["activations"]),
         **(_zero2_facts(planned["gradients"]) if layout["zero"] else {}),
         **(_vision_facts(pipeline) if "mode" in pipeline else {}),
+    }
+
+
+def _context_facts(context: dict[str, Any]) -> dict[str, str]:
+    gib = {name: context[name] / 2**30 for name in ("forward", "backward", "kept")}
+    return {
+        "context": f"attention of the slowest rank over the mean {context['max_over_mean']:.3f}"
+        f" ({context['contiguous']:.2f} if each attended to its own queries); an MLA layer takes up to"
+        f" {gib['forward']:.3g} GiB in forward and {gib['backward']:.3g} in backward where mla.key is run"
+        f" again, else {gib['kept']:.3g} from one to the other"
     }
 
 

@@ -35,6 +35,7 @@ from .image_load import ImageLoad, bundled, default_load
 from .memory import Parts, memory_for_plan, rank_memory, vision_again, vision_kept
 from .microbatch import tokens_per_microbatch
 from .traffic import exchange_seconds, hop_seconds, moe_layers
+from .vision_context import assign, key_price
 from .vision_shapes import Grid, image_cost
 
 WITHOUT_WEIGHTS = ("kda_core", "mla_core", "attn_res")
@@ -153,7 +154,8 @@ def vision_table(
     )
     forward_rate, backward_rate = _vision_rates(config, work, measured)
     flops = [
-        [sum(row[item] for item in part) for part in parts] for row, parts in zip(work, bundles, strict=True)
+        [_part_flops(config, [row[item] for item in part]) for part in parts]
+        for row, parts in zip(grids, bundles, strict=True)
     ]
     costs = replace(
         costs,
@@ -171,6 +173,14 @@ def vision_table(
         if strict:
             raise
         return _filled(table, costs, None, None, progress), costs, bundles
+
+
+def _part_flops(config: Config, grids: Sequence[Grid]) -> float:
+    """Forward FLOPs of a part, of the busiest rank where a context group shares it."""
+    vision, out_size, ranks = config.vision, config.model.hidden_size, config.parallel.context
+    if ranks > 1 and grids:
+        return max(assign(vision, out_size, grids, ranks, key_price(config)).loads)
+    return sum(image_cost(vision, out_size, grid) for grid in grids)
 
 
 class _Latest:

@@ -13,12 +13,14 @@ from parallel.pipeline.table import Table
 from parallel.topology import Topology
 
 from .config import Config, ModelConfig
+from .context_traffic import chunk_traffic
 from .expert_plan import layer_traffic
 from .gradient_plan import bursts, local_numel, replicas
 from .memory import Parts, features_bytes, stage_entries, tower_parameters
 from .microbatch import row_bytes, tokens_per_microbatch
 from .optim.layout import muon_traffic
 from .shapes import BYTES, Parameter, layer_kinds
+from .vision_context import sent_bytes
 
 GIGA = 1e9
 
@@ -47,6 +49,7 @@ def rank_traffic(
         traffic.append(
             {
                 **_pipeline(config, stages, rows),
+                **_context(config, [cuts[stage] for stage in stages]),
                 **_experts(config, topology, [cuts[stage] for stage in stages]),
                 **_gradients(config, topology, [*sums, (tower, 1)]),
                 **_muon(config, topology, [*chunks, tower] if tower else chunks, first=rank == 0),
@@ -78,16 +81,30 @@ def _vision(
     That sum is FP32, and the sum over data ranks follows it.
     """
     first, ranks = table.layout.home(0)[0], table.layout.pipeline
-    sent = [0] * ranks
+    sent = [0.0] * ranks
+    shared = dict.fromkeys(("vision_keys", "vision_features"), 0.0) if config.parallel.context > 1 else {}
     for microbatch, row in enumerate(parts):
         for part, grids in enumerate(row):
-            sent[table.tower_rank[microbatch, part]] += features_bytes(config, grids)
+            here = table.tower_rank[microbatch, part]
+            sent[here] += features_bytes(config, grids) / config.parallel.context
+            if here == rank:
+                for name, size in sent_bytes(config, grids).items():
+                    shared[name] += size
     sent[first] = 0
     return {
+        **shared,
         "vision_embeddings": sent[rank],
         "vision_embedding_gradients": sum(sent) if rank == first else 0,
         "vision_gradient_all_reduce": 2 * (ranks - 1) / ranks * 4 * sum(entry.numel for entry in tower),
     }
+
+
+def _context(config: Config, chunks: list[range]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for chunk in chunks:
+        for name, size in chunk_traffic(config, chunk).items():
+            total[name] = total.get(name, 0) + config.run.microbatches * size
+    return total
 
 
 def _experts(config: Config, topology: Topology, chunks: list[range]) -> dict[str, float]:

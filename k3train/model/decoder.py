@@ -136,7 +136,7 @@ class LanguageModelChunk(MegatronModule):
         if not self.config.k3.mtp_layers:
             return (losses,)
         assert loss_mask is not None
-        targets, mask = mtp_targets(labels, loss_mask, packing.document_ids)
+        targets, mask = mtp_targets(labels, loss_mask, packing)
         with site("mtp"):
             features = self.mtp(mixed, state.bank[0], packing, valid_rows)
             return losses, region("head", self._token_losses, features, targets), mask

@@ -18,7 +18,7 @@ from offload.sites import region, site
 
 from ..ops.kda import delta_attention
 from ..ops.packing import Packing
-from ..ops.short_conv import short_conv
+from ..ops.short_conv import short_convs
 from .linear import column_linear, project, row_linear
 from .memo import LayerMemo
 from .norm import RMSNorm
@@ -91,12 +91,9 @@ class KimiDeltaAttention(MegatronModule):
 
     def _convolve(self, packing: Packing, *qkv: Tensor) -> tuple[Tensor, ...]:
         """q, k and v [b, s, C] to [b, s, H, D]."""
-        backend = self.config.k3.backends.short_conv
         filters = (self.q_conv, self.k_conv, self.v_conv)
-        return tuple(
-            self._heads(short_conv(x, taps, packing, backend=backend))
-            for x, taps in zip(qkv, filters, strict=True)
-        )
+        convolved = short_convs(qkv, filters, packing, backend=self.config.k3.backends.short_conv)
+        return tuple(map(self._heads, convolved))
 
     def _decay(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Decay logits [b, s, H, D] and beta [b, s, H]."""

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from offload.sites import region, site
 
-from ..ops.attention import causal_attention
+from ..ops.attention import Fragments, causal_attention
 from ..ops.attention.largest_logit import largest_logits
-from ..ops.packing import Packing
+from ..ops.packing import Packing, Span
 from .linear import column_linear, project, row_linear
 from .memo import LayerMemo
+from .mla_context import attend_across
 from .norm import RMSNorm
 from .transformer_config import K3TransformerConfig
 
@@ -75,13 +76,16 @@ class GatedMLA(MegatronModule):
         """Attend inside each document. hidden_states and result: [s, b, d]; `memo`: see `LayerMemo`."""
         x = hidden_states.transpose(0, 1)  # [b, s, d]
         query_latent, key_latent = region("mla.input", self._project, x)
-        query = region("mla.query", self._query, query_latent)
-        key, value = region("mla.key", self._key_value, key_latent)
         memo = memo or LayerMemo()
-        if self.config.logit_bound and self.training and torch.is_grad_enabled() and not memo.has_logits:
-            self._keep_largest(query, key, packing)
-            memo.has_logits = True
-        attended = region("mla.core", partial(self._attend, packing), query, key, value)
+        counts = bool(self.config.logit_bound) and self.training and torch.is_grad_enabled()
+        counts = counts and not memo.has_logits
+        if packing.span is None:
+            query = region("mla.query", self._query, query_latent)
+            key, value = region("mla.key", self._key_value, key_latent)
+            attended = self._attended(counts, slice(None), packing, query, key, value)
+        else:
+            attended = self._attended_across(counts, packing.span, query_latent, key_latent)
+        memo.has_logits = memo.has_logits or counts
         gate_logits = region("mla.gate_input", partial(project, self.g_proj), x)
         gated = region("mla.gate", self._gate, gate_logits, attended)
         with site("mla.output"):
@@ -107,7 +111,39 @@ class GatedMLA(MegatronModule):
         # A copy: kept as a view for backward, the values would hold the keys' part in memory.
         return torch.cat((nope, extra), dim=-1), value.contiguous()
 
-    def _attend(self, packing: Packing, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attended_across(self, counts: bool, span: Span, query_latent: Tensor, key_latent: Tensor) -> Tensor:
+        """[b, s, H, V] of tokens whose rows a context group shares."""
+        return attend_across(
+            self.config.k3,
+            span,
+            region("mla.query", self.q_a_norm, query_latent),
+            key_latent,
+            self._normed_keys,
+            (self.q_b_proj.get_parameter("weight"), self.kv_b_proj.get_parameter("weight")),
+            partial(self._attended, counts),
+        )
+
+    def _normed_keys(self, latent: Tensor) -> Tensor:
+        """The latent of keys and values with its norm, the extra channels as they are."""
+        model = self.config.k3
+        latent, extra = latent.split((model.kv_lora_rank, model.qk_extra_head_dim), dim=-1)
+        return torch.cat((self.kv_a_norm(latent), extra), dim=-1)
+
+    def _attended(
+        self,
+        counts: bool,
+        heads: slice,
+        packing: Packing | Fragments,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
+        """[b, s, h, V] of these heads, whose largest logits count for QK-Clip or not."""
+        if counts:
+            self._keep_largest(heads, query, key, packing)
+        return region("mla.core", partial(self._attend, packing), query, key, value)
+
+    def _attend(self, packing: Packing | Fragments, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[b, s, H, V]."""
         backend = self.config.k3.backends.attention
         return causal_attention(query, key, value, scale=self.scale, packing=packing, backend=backend)
@@ -116,7 +152,8 @@ class GatedMLA(MegatronModule):
         """[b, s, H * V]."""
         return torch.sigmoid(logits) * attended.flatten(2).to(logits.dtype)
 
-    def _keep_largest(self, query: Tensor, key: Tensor, packing: Packing) -> None:
-        """Raise each head's largest logit of the step, where QK-Clip may need it; [b, s, H, N + X]."""
+    def _keep_largest(self, heads: slice, query: Tensor, key: Tensor, packing: Packing | Fragments) -> None:
+        """Raise each head's largest logit of the step, where QK-Clip may need it; [b, s, h, N + X]."""
         seen = largest_logits(query, key, scale=self.scale, packing=packing, above=self.config.logit_bound)
-        torch.maximum(self.largest_logit, seen, out=self.largest_logit)
+        largest = self.largest_logit[heads]
+        torch.maximum(largest, seen, out=largest)

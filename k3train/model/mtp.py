@@ -16,7 +16,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
-from offload.sites import region, site
+from offload.sites import collective, region, site
+from parallel.context.exchange import right_halo
 
 from ..ops.packing import Packing
 from .layer import DecoderLayerSubmodules
@@ -85,26 +86,40 @@ class MultiTokenPrediction(MegatronModule):
     ) -> Tensor:
         """Head input [s, b, d] from the final mixture and the token embeddings, each [s, b, d].
 
-        The last position has no next embedding in the window and repeats its own; `mtp_targets` masks it.
+        The row's last position has no next embedding and repeats its own; `mtp_targets` masks it.
         """
-        fused = region("input", self._fuse, embeddings, hidden_states)
+        fused = region("input", partial(self._fuse, packing), embeddings, hidden_states)
         with site("fusion"):
             hidden_states = project(self.proj, fused)
         return region("norm", self.final_norm, self.layer(hidden_states, packing, valid))
 
-    def _fuse(self, embeddings: Tensor, hidden_states: Tensor) -> Tensor:
+    def _fuse(self, packing: Packing, embeddings: Tensor, hidden_states: Tensor) -> Tensor:
         """[s, b, d] each to [s, b, 2 d]."""
-        following = torch.cat((embeddings[1:], embeddings[-1:]))
+        behind, span = embeddings[-1:], packing.span
+        if span is not None:
+            halo = collective(right_halo(embeddings, 1, span.starts, span.group, dim=0, name="mtp.embedding"))
+            # Behind the row it is zero.
+            behind = halo + behind if span.stop == span.starts[-1] else halo
+        following = torch.cat((embeddings[1:], behind))
         return torch.cat((self.embedding_norm(following), self.hidden_norm(hidden_states)), dim=-1)
 
 
-def mtp_targets(labels: Tensor, loss_mask: Tensor, document_ids: Tensor) -> tuple[Tensor, Tensor]:
+def mtp_targets(labels: Tensor, loss_mask: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
     """Labels and mask of the token after the next, [b, s] each.
 
     Position i predicts labels[i + 1], if the token i + 1 lies in the same document: past a border the
-    embedding that the layer reads says nothing of this document.
+    embedding that the layer reads says nothing of this document. Over a context group a small collective.
     """
-    shifted = torch.cat((labels[:, 1:], labels[:, -1:]), dim=1)
-    same_document = document_ids[:, 1:] == document_ids[:, :-1]
-    mask = loss_mask[:, 1:] * loss_mask[:, :-1] * same_document
-    return shifted, torch.cat((mask, torch.zeros_like(mask[:, :1])), dim=1)
+    ids, label, mask = packing.document_ids, labels[:, -1:], torch.zeros_like(loss_mask[:, -1:])
+    document = ids[:, -1:]
+    if (span := packing.span) is not None:
+        # In FP64 labels are exact, and one exchange serves both.
+        firsts = torch.stack((labels[:, :1].double(), loss_mask[:, :1].double()))  # [2, b, 1]
+        behind = right_halo(firsts, 1, span.starts, span.group, dim=2, name="mtp.labels")
+        label, mask = behind[0].to(labels.dtype), behind[1].to(loss_mask.dtype)
+        if span.stop < span.starts[-1]:
+            document = span.whole.document_ids[:, span.stop : span.stop + 1]
+    shifted = torch.cat((labels[:, 1:], label), dim=1)
+    kept = torch.cat((loss_mask[:, 1:], mask), dim=1)
+    same_document = torch.cat((ids[:, 1:], document), dim=1) == ids
+    return shifted, kept * loss_mask * same_document

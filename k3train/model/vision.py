@@ -2,8 +2,8 @@
 
 Source: Kimi K3 report; MoonViT (arXiv:2504.07491). One joint attention over all patches of an item, as in the
 released tower; the report describes it factorised into space and time.
-Letters: L patches of all packed items, p numbers in a patch, n tokens, d hidden, H heads, D head dim,
-m merge, o width of the language model.
+Letters: L patches of all packed items or pieces of them, p numbers in a patch, n tokens, d hidden, H heads,
+D head dim, m merge, o width of the language model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offload.sites import region, site
 
 from ..ops.backends import current_device
 from ..ops.item_attention import item_attention
-from ..ops.items import Items
+from ..ops.items import Items, Share
 from ..ops.position_grid import position_grid
 from ..ops.rotary_2d import RotaryTable, rotary_table, rotate
 from ..vision_config import VisionConfig
@@ -29,7 +29,7 @@ from .projector import Projector, plain_linear
 
 
 class VisionModel(nn.Module):
-    """Tower and projector. Every rank that holds it holds all of it; nothing is cut.
+    """Tower and projector. Every rank that holds it holds all of it; what may be cut are images.
 
     Args:
         config: shape of the tower.
@@ -43,30 +43,36 @@ class VisionModel(nn.Module):
         self.tower = VisionTower(config, dtype)
         self.projector = Projector(config, out_size, dtype)
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> tuple[Tensor, list[int]]:
-        """Embed packed items.
+    def forward(
+        self, patches: Tensor, grids: Sequence[Grid], share: Share | None = None
+    ) -> tuple[Tensor, list[int]]:
+        """Embed packed items; with `share` a collective of its group.
 
         Args:
             patches: [L, p], each patch flattened from (channel, row, column), patches of an item in the order
                 (t, h, w), items one behind another; cast to the tower's dtype.
             grids: (t, h, w) of each item, on the host.
+            share: what this rank has of the items, where a context group works on them together; `patches`
+                are those of its pieces.
 
         Returns:
-            embeddings [n, o] in the order of the items, and the number of embeddings of each item.
-            Without items the result is empty and no parameter has a part in it.
+            embeddings [n, o] in the order of the items, and the number of embeddings of each item, or of the
+            pieces that are here. Without items the result is empty and no parameter has a part in it.
 
         Raises:
             GridError: a grid is out of bounds, or the grids do not add up to L.
         """
-        check_grids(self.config, grids, patches.shape[0])
+        if share is None:
+            check_grids(self.config, grids, patches.shape[0])
         if not grids:
             return patches.new_zeros(0, self.out_size, dtype=self.projector.post_norm.weight.dtype), []
-        items = Items.pack(grids, patches.device)
+        device = patches.device
+        items = Items.pack(grids, device) if share is None else Items.of(share, device)
         with site("vit"):
             features = self.tower(patches, items)
             with site("projector"):
                 embeddings = self.projector(merge_patches(features, items, self.config.merge))
-        return embeddings, [tokens(self.config, grid) for grid in grids]
+        return embeddings, [tokens(self.config, piece.local) for piece in items.pieces]
 
 
 class VisionTower(nn.Module):
@@ -181,7 +187,7 @@ class VisionMLP(nn.Module):
 
 
 def merge_patches(x: Tensor, items: Items, merge: int) -> Tensor:
-    """Average each item's frames, then join merge x merge neighbours: x [L, d] to [n, merge * merge * d].
+    """Average each piece's frames, then join merge x merge neighbours: x [L, d] to [n, merge * merge * d].
 
     Neighbours stand in the order (row, column), tokens too.
     """

@@ -10,6 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
+from ..ops.items import Share
 from ..vision_config import VisionConfig
 from ..vision_shapes import PREFIX, Grid
 from .transformer_config import K3TransformerConfig
@@ -30,9 +31,9 @@ class VisionChunk(MegatronModule):
         for parameter in self.parameters():
             parameter.shared = True  # type: ignore[attr-defined]
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+    def forward(self, patches: Tensor, grids: Sequence[Grid], share: Share | None = None) -> Tensor:
         """Features [n, d] of packed items; see `VisionModel.forward`."""
-        features: Tensor = self.vision(patches, grids)[0]
+        features: Tensor = self.vision(patches, grids, share)[0]
         return features
 
     def sharded_state_dict(

@@ -36,6 +36,7 @@ from ..optim.build import build_optimizer, build_scheduler
 from ..optim.qk_clip import QKClip
 from ..quant.qat import ExpertQuantiser
 from ..schedule import layer_cuts
+from ..vision_context import key_price
 from .activations import build_activations
 from .pipeline import Pipeline
 from .shards import build_rotator, build_stream
@@ -137,7 +138,10 @@ def build_tower(config: Config, groups: Groups, settings: K3TransformerConfig) -
     chunk.to(groups.device)
     initialize_vision(chunk.vision, config.run.seed, config.model.init_std)
     model = _wrap(config, groups, settings, chunk)
-    return Tower(config.vision, model, groups.pg_collection.pp, config.model.hidden_size)
+    collection = groups.pg_collection
+    return Tower(
+        config.vision, model, collection.pp, config.model.hidden_size, collection.cp, key_price(config)
+    )
 
 
 def _wrap(

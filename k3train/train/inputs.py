@@ -9,20 +9,23 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from parallel.context.exchange import even
 from parallel.groups import Groups
 
 from ..config import Config
+from ..curriculum import data_salt, stage_of
 from ..data.blend import Blend
 from ..data.chat.windows import build_chats
-from ..data.datasets import Samples, build_datasets
+from ..data.datasets import Samples, build_datasets, describe_long
 from ..data.encode import Encoder
 from ..data.loader import BatchLoader, collate
+from ..data.long.windows import build_needles
 from ..data.multimodal import TextWindows, build_encoder, caption_samples, image_blend
 from ..data.ngram import LARGEST_VOCABULARY, byte_bigram_loss
 from ..data.packed import Sample
@@ -35,6 +38,8 @@ from .step import Batch
 IMAGE_SALT = 2 << 32
 """Images come in an order of their own."""
 
+BY_COLUMN = ("tokens", "labels", "loss_mask")
+
 AGREED = ("tokens", "grids", "image_positions", "loss_mask")
 
 
@@ -45,6 +50,8 @@ class Inputs:
         """`say` tells a person, on one rank, what is slow to prepare and what was left out."""
         data, run = config.data, config.run
         self.config, self.groups = config, groups
+        self.stage = stage_of(config)
+        self.seed = run.seed + data_salt(config)
         self.tokenizer: Tokenizer = load_tokenizer(data.tokenizer, data.image_token)
         ranks = groups.pg_collection.dp.size()
         self.global_batch_size = data.micro_batch_size * run.microbatches * ranks
@@ -63,11 +70,10 @@ class Inputs:
         self._ahead: list[Batch] | None = None
 
     def seek(self, steps_done: int) -> None:
-        """Continue behind `steps_done` steps."""
+        """Continue behind `steps_done` steps of the run."""
         self._ahead = None
-        self.loader.load_state_dict(
-            {"consumed_samples": steps_done * self.global_batch_size, "microbatch": 0}
-        )
+        own = steps_done - self.stage.first
+        self.loader.load_state_dict({"consumed_samples": own * self.global_batch_size, "microbatch": 0})
 
     def next_step(self) -> list[Batch]:
         """This rank's micro-batches of the next optimizer step; with images a collective of its pipeline."""
@@ -142,11 +148,14 @@ class Inputs:
     def _texts(self, say: Callable[[str], None]) -> tuple[Samples, Samples | None]:
         """Samples of a text corpus, with those of images among the ones to train on."""
         data, valid_samples = self.config.data, self.config.eval.batches * self.config.data.micro_batch_size
-        train_samples = self.global_batch_size * self.config.run.steps
-        train, valid = build_datasets(
-            data, self.tokenizer, data.sequence_length, self.config.run.seed, train_samples, valid_samples
+        train_samples = self.global_batch_size * self.stage.steps
+        build = build_needles if data.source == "needles" else build_datasets
+        train, valid = build(
+            data, self.tokenizer, data.sequence_length, self.seed, train_samples, valid_samples
         )
         self.text: Any = train.blend
+        if shares := describe_long(cast(Blend[Any], train.blend), data.long_documents):
+            say(shares)
         if self.encoder is None:
             return train, valid
         if valid:
@@ -160,8 +169,8 @@ class Inputs:
             self.tokenizer,
             self.encoder,
             self.skips,
-            self.config.run.seed,
-            self.global_batch_size * self.config.run.steps,
+            self.seed,
+            self.global_batch_size * self.stage.steps,
             self.config.eval.batches * data.micro_batch_size,
             say,
         )
@@ -175,7 +184,7 @@ class Inputs:
             encoder,
             sequence_length=data.sequence_length,
             max_patches=data.max_patches,
-            seed=self.config.run.seed + IMAGE_SALT,
+            seed=self.seed + IMAGE_SALT,
             cache_dir=data.cache_dir,
             say=say,
         )
@@ -190,30 +199,56 @@ class Inputs:
         return batches if self.encoder is None else self._agreed(batches)
 
     def _agreed(self, batches: list[Batch]) -> list[Batch]:
-        """The batches, or those of the pipeline's first rank where a rank could not read an image.
+        """The batches, or those of the first rank where a rank that reads the same could not read an image.
 
         The shapes of the features follow from the batches: ranks that disagree would wait for each other.
         """
-        group = self.groups.pg_collection.pp
-        if group.size() == 1:
-            return batches
-        digest = torch.tensor([_digest(batches)], device=self.groups.device)
-        digests = [torch.empty_like(digest) for _ in range(group.size())]
-        dist.all_gather(digests, digest, group=group)
-        if len({int(other) for other in digests}) == 1:
+        collection = self.groups.pg_collection
+        groups = [group for group in (collection.pp, collection.cp) if group.size() > 1]
+        digest = _digest(batches)
+        largest = torch.tensor([digest, -digest], device=self.groups.device)
+        for group in groups:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        if largest.tolist() == [digest, -digest]:
             return batches
         held = [batches]
-        dist.broadcast_object_list(held, src=dist.get_global_rank(group, 0), group=group)
+        for group in groups:
+            dist.broadcast_object_list(held, src=dist.get_global_rank(group, 0), group=group)
         return held[0]
 
     def _place(self, batch: Batch) -> Batch:
-        device = self.groups.device
+        """This rank's columns of a micro-batch on its device; images are those of the whole rows."""
+        group, device = self.groups.pg_collection.cp, self.groups.device
+        packing = Packing.from_tokens(batch["tokens"], self.tokenizer.eod_id)
+        if group.size() > 1:
+            packing = packing.shard(group, even(batch["tokens"].shape[1], group.size()))
+            batch = columns(batch, packing)
         placed: Batch = {
-            name: _grids(batch) if name == "grids" else value.to(device, non_blocking=True)
-            for name, value in batch.items()
+            name: value.to(device, non_blocking=True) for name, value in batch.items() if name != "grids"
         }
-        placed["packing"] = Packing.from_tokens(placed["tokens"], self.tokenizer.eod_id)
+        if "grids" in batch:
+            placed["grids"] = _grids(batch)
+            if group.size() > 1:  # they are sorted out there
+                placed["image_positions"] = batch["image_positions"]
+        placed["packing"] = packing.to(device)
         return placed
+
+
+def columns(batch: Batch, packing: Packing) -> Batch:
+    """A micro-batch of whole rows cut to this rank's columns.
+
+    `image_positions` stay places in the whole rows; of `answer_positions` those in these columns are kept, as
+    places in these columns.
+    """
+    span = packing.span
+    assert span is not None
+    length, share = span.starts[-1], span.stop - span.start
+    cut = {name: batch[name][:, span.start : span.stop].contiguous() for name in BY_COLUMN}
+    if "answer_positions" in batch:
+        rows, columns = batch["answer_positions"] // length, batch["answer_positions"] % length
+        here = (columns >= span.start) & (columns < span.stop)
+        cut["answer_positions"] = rows[here] * share + columns[here] - span.start
+    return batch | cut
 
 
 def _grids(batch: Batch) -> list[Grid]:

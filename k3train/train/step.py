@@ -187,11 +187,16 @@ def run_batches(trainer: Trainer, batches: list[Batch], *, forward_only: bool = 
     total = torch.zeros(5, dtype=torch.float64, device=trainer.groups.device)
     for sums in reported:
         total[:4] += sums
-    if trainer.tower is not None and trainer.groups.pg_collection.pp.rank() == 0:
+    if trainer.tower is not None and _speaks_for_images(trainer.groups):
         total[4] = trainer.tower.flops
-    # One rank of each pipeline reports, its own tokens and images: a sum over the world is the total.
+    # One rank of each pipeline reports, its own tokens: a sum over the world is the total.
     dist.all_reduce(total)
     return Losses(*total.tolist())
+
+
+def _speaks_for_images(groups: Groups) -> bool:
+    """Of the ranks that read the same samples, one."""
+    return groups.pg_collection.pp.rank() == 0 and groups.pg_collection.cp.rank() == 0
 
 
 def _forward_step(

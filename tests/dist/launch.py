@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -112,10 +114,15 @@ def stop_workers(workers: Sequence[Process]) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback interface that nothing listens on.
+
+    The ranks listen there seconds later: it lies below the ports that other sockets are given meanwhile.
+    """
+    while True:
+        port = random.SystemRandom().randrange(15000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _wait(workers: Sequence[Process], timeout: float) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -21,6 +22,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+PR_SET_PDEATHSIG = 1
+"""Of <linux/prctl.h>."""
 
 
 class Worker:
@@ -138,6 +142,7 @@ def _become(request: dict[str, Any]) -> NoReturn:
     try:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
+        _die_with_parent()
         folder = request["folder"]
         output = os.open(f"{folder}/{request['rank']}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
@@ -158,6 +163,12 @@ def _become(request: dict[str, Any]) -> NoReturn:
             with contextlib.suppress(Exception):
                 stream.flush()
         os._exit(code)
+
+
+def _die_with_parent() -> None:
+    """Where the nursery is killed before it can end its workers (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ ALONE: dict[str, tuple[list[str], int]] = {
 LAYOUTS = {
     "expert 2": (["parallel.expert.size=2", "run.microbatches=2"], STEPS),
     "pipeline 2": (["parallel.pipeline=2"], STEPS),
+    "context 2": (["parallel.context=2"], STEPS),
 }
 # BF16 rounds to 8 bits and every kernel in another order; three steps amplify it.
 LOSS_BOUND, NORM_BOUND = 2e-2, 5e-2

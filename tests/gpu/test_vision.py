@@ -12,11 +12,13 @@ import torch
 
 from k3train.model.vision import VisionModel
 from k3train.model.vision_init import initialize_vision
+from k3train.ops import backends
 from k3train.ops.item_attention import item_attention
 from k3train.ops.items import Items
 from k3train.vision_config import VisionConfig
 from k3train.vision_shapes import patches
 from tests.gpu.test_ops import compare, normal, relative, usable
+from tests.unit.ops.test_vision_ops import make_share
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,6 +38,19 @@ def test_item_attention(backend: str) -> None:
         lambda *x: item_attention(*x, there, backend),
         lambda *x: item_attention(*x, here, "reference"),
         [normal(length, 3, 128, seed=i) for i in range(3)],
+        bound=1e-2,
+        grad_bound=1.5e-2,
+    )
+
+
+@pytest.mark.parametrize("backend", ["varlen", "sdpa"])
+def test_pieces_of_items_and_all_of_their_keys(backend: str) -> None:
+    usable("item_attention", backend)
+    here, there = (make_share(device) for device in ("cpu", "cuda"))
+    compare(
+        lambda *x: backends.call("item_attention", backend, x[0], *x, there),
+        lambda *x: backends.call("item_attention", "reference", x[0], *x, here),
+        [normal(rows, 3, 128, seed=i) for i, rows in enumerate((22, 46, 46))],
         bound=1e-2,
         grad_bound=1.5e-2,
     )

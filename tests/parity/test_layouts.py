@@ -39,9 +39,24 @@ BOUNDED = {
         4,
         [*MOONEP2, *PP2_VPP2, "parallel.zero=0", "offload.policy=recompute", "parallel.expert.slots=1"],
     ),
+    "cp2": (2, ["parallel.context=2", "parallel.zero=0"]),
+    "cp2_recompute": (2, ["parallel.context=2", "parallel.zero=0", "offload.policy=recompute"]),
+    "cp4_ep2_zero2": (4, ["parallel.context=4", "parallel.expert.size=2", "parallel.zero=2"]),
+    "cp2_pp2_vpp2_zero2": (4, ["parallel.context=2", *PP2_VPP2, "parallel.zero=2"]),
+    "cp2_dp2_moonep_ep4": (
+        4,
+        [
+            "parallel.context=2",
+            "parallel.data=2",
+            "run.microbatches=2",
+            "parallel.expert.size=4",
+            "parallel.expert.dispatcher=moonep",
+        ],
+    ),
     "ep2_pp2": (4, ["parallel.expert.size=2", "parallel.pipeline=2", "run.microbatches=2"]),
 }
 LOSS_BOUND, GRADIENT_BOUND, WEIGHT_BOUND, MUON_BOUND = 2e-6, 1e-5, 5e-4, 1e-4
+TIE_BOUND, TIED_TOKENS = 1e-4, 2
 
 
 def run(world_size: int, overrides: list[str], folder: Path, via: str = "") -> Run:
@@ -158,9 +173,14 @@ def test_layout_stays_within_bound(layout: str, single: Run, tmp_path: Path) -> 
 
 
 def assert_close(reports: Any, tensors: Any, single: Run, kinds: tuple[str, ...]) -> None:
-    for report, expected in zip(reports, single[0], strict=True):
+    tied = tied_step(reports, single[0])
+    for step, (report, expected) in enumerate(zip(reports, single[0], strict=True)):
+        bound = LOSS_BOUND if step < tied else TIE_BOUND
         for key in expected.keys() & {"loss", "mtp_loss", "grad_norm"}:
-            assert report[key] == pytest.approx(expected[key], rel=LOSS_BOUND), key
+            assert report[key] == pytest.approx(expected[key], rel=bound), (key, step)
+    if tied < len(reports):
+        # One token's gradient in a step of Adam, which makes every element's step equally large.
+        kinds = tuple(kind for kind in kinds if kind != "weights")
     for kind in kinds:
         bound = {"weights": WEIGHT_BOUND, "gradients": GRADIENT_BOUND}[kind]
         assert tensors[kind].keys() == single[1][kind].keys()
@@ -168,6 +188,19 @@ def assert_close(reports: Any, tensors: Any, single: Run, kinds: tuple[str, ...]
             expected_tensor = single[1][kind][name][0]
             for copy in copies:
                 assert relative(copy, expected_tensor) <= bound, (kind, name)
+
+
+def tied_step(reports: list[dict[str, Any]], expected: list[dict[str, Any]]) -> int:
+    """The first step in which a token chose another expert, as it may on a GPU alone; else their number."""
+    for step, (report, one) in enumerate(zip(reports[:-1], expected[:-1], strict=True)):
+        pairs = [(report["loads"][name], load) for name, load in one["loads"].items()]
+        moved = sum(abs(a - b) for own, other in pairs for a, b in zip(own, other, strict=True)) // 2
+        if moved:
+            assert torch.cuda.is_available(), (step, "a CPU adds in the same order each time")
+            assert step > 0, "the first step has the same weights"
+            assert moved <= TIED_TOKENS, (step, moved)
+            return step
+    return len(reports)
 
 
 @pytest.mark.parametrize("layout", [["parallel.data=2"], ["parallel.expert.size=2"]], ids=["dp2", "ep2"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +58,6 @@ def train(overrides: list[str], folder: str, via: str = "") -> list[dict[str, An
     `via`: "whole bank", where every edge of the pipeline carries all rows, or "megatron-core".
     """
     from k3train.model.naming import named_parameters
-    from k3train.ops.packing import Packing
     from k3train.train.assemble import build_trainer, topology
     from k3train.train.step import evaluate, train_step
     from parallel.groups import initialize
@@ -81,13 +81,15 @@ def train(overrides: list[str], folder: str, via: str = "") -> list[dict[str, An
         mask[-1, -1] = 0
         place = groups.device
         batches = [
-            {
-                "tokens": window[:, :-1].contiguous().to(place),
-                "labels": window[:, 1:].contiguous().to(place),
-                "loss_mask": mask.to(place),
-                "sample_ids": torch.arange(size),
-                "packing": Packing.from_tokens(window[:, :-1].contiguous().to(place), 256),
-            }
+            place_columns(
+                {
+                    "tokens": window[:, :-1].contiguous().to(place),
+                    "labels": window[:, 1:].contiguous().to(place),
+                    "loss_mask": mask.to(place),
+                    "sample_ids": torch.arange(size),
+                },
+                groups.pg_collection.cp,
+            )
             for window in windows[rank * share : (rank + 1) * share]
         ]
         if config.vision.enabled:
@@ -96,6 +98,7 @@ def train(overrides: list[str], folder: str, via: str = "") -> list[dict[str, An
         return batches
 
     reports = []
+    loads = watch_loads(trainer)
     for step in range(1, config.run.steps + 1):
         result = train_step(trainer, batches(step), step)
         reports.append(
@@ -104,6 +107,7 @@ def train(overrides: list[str], folder: str, via: str = "") -> list[dict[str, An
                 "mtp_loss": result.losses.mtp_loss,
                 "grad_norm": result.grad_norm,
                 "bias_range": [layer.bias_range for layer in result.balance.values()],
+                "loads": gathered(loads),
             }
         )
         if step == 1:
@@ -125,6 +129,42 @@ def train(overrides: list[str], folder: str, via: str = "") -> list[dict[str, An
     torch.save({"gradients": gradients, "weights": weights}, f"{folder}/{groups.rank}.pt")
     leave()
     return reports
+
+
+def place_columns(batch: dict[str, Any], group: Any) -> dict[str, Any]:
+    """A micro-batch with its packing, cut to this rank's columns where a context group shares the rows."""
+    from k3train.ops.packing import Packing
+    from k3train.train.inputs import columns
+    from parallel.context.exchange import even
+
+    packing = Packing.from_tokens(batch["tokens"], 256)
+    if group.size() > 1:
+        packing = packing.shard(group, even(batch["tokens"].shape[1], group.size()))
+        batch = columns(batch, packing)
+    return {**batch, "packing": packing}
+
+
+def watch_loads(trainer: Any) -> dict[str, list[int]]:
+    """Entries of each expert, by layer of this rank, over the last step's global batch: filled as it ends."""
+    loads: dict[str, list[int]] = {}
+
+    def note(name: str, router: Any, reset: Any) -> None:
+        loads[name] = router.load.tolist()
+        reset()
+
+    for model in trainer.models:
+        for name, layer in model.moe_layers():
+            layer.router.reset_counts = partial(note, name, layer.router, layer.router.reset_counts)
+    return loads
+
+
+def gathered(loads: dict[str, list[int]]) -> dict[str, list[int]]:
+    """The loads of all pipeline stages, the same on every rank."""
+    import torch.distributed as dist
+
+    parts: list[dict[str, list[int]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(parts, loads)
+    return dict(sorted((name, load) for part in parts for name, load in part.items()))
 
 
 def leave() -> None:

@@ -20,6 +20,7 @@ NEEDS = {
     "model/tiny_dense": ["parallel=single"],
     "model/slice": ["parallel=single"],
     "data/indexed": ["data.train=[a]"],
+    "data/needles": ["vision=none"],
 }
 
 

@@ -210,6 +210,35 @@ def test_expert_traffic_is_latent_rows_to_the_other_ranks() -> None:
     assert again["expert_dispatch"] == sent["expert_dispatch"] * 3 / 2
 
 
+def test_context_traffic_is_states_halos_latents_and_moved_queries() -> None:
+    model = replace(SMALL, mtp_layers=0, full_attention_every=4, num_layers=4)
+    config = make_config(model, microbatches=2, context=2)
+    sent = plan(config, 2)["traffic_bytes"]
+    heads, head = model.num_heads, model.kda_head_dim
+    both_ways = 2 * 2  # micro-batches, passes
+    assert sent["context_states"] == both_ways * 3 * heads * head * 2 * head * 4
+    assert sent["context_halos"] == both_ways * 3 * 3 * 3 * heads * head * 4
+    latent = model.kv_lora_rank + model.qk_extra_head_dim
+    assert sent["context_latents"] == both_ways * 128 * latent * 4
+    # Half of each share changes hands, so that both ranks have early and late queries.
+    moved = sent["context_queries"] / both_ways / (model.q_lora_rank + heads * model.v_head_dim) / 4
+    assert 32 <= moved <= 64
+    longer = replace(config, data=replace(config.data, sequence_length=1024))
+    assert plan(longer, 2)["traffic_bytes"]["context_states"] == sent["context_states"]
+    assert plan(longer, 2)["traffic_bytes"]["context_latents"] == 4 * sent["context_latents"]
+    alone = plan(make_config(model, data=2), 2)
+    assert "context_states" not in alone["traffic_bytes"] and "context" not in alone
+
+
+def test_a_context_group_attends_evenly_and_says_so() -> None:
+    planned = plan(make_config(context=4), 4)
+    assert planned["context"]["contiguous"] == pytest.approx(2 - 1 / 4, rel=0.01)
+    assert planned["context"]["max_over_mean"] < 1.05
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render(planned))
+    assert "if each attended to its own queries" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_gradient_traffic_with_and_without_sharding() -> None:
     trained = sum(entry.numel for entry in shapes.compact_parameters(SMALL) if entry.trainable)
     sharded = plan(make_config(data=4), 4)["traffic_bytes"]
@@ -335,7 +364,7 @@ def test_k3_pretrain_leaves_room_on_its_fullest_rank() -> None:
     config = ready(["recipe=k3_pretrain"], inputs=False)
     planned = plan(config, world_size(config))
     largest = max(sum(rank.values()) for rank in planned["memory_bytes"])
-    assert largest / 2**30 == pytest.approx(107.0, abs=0.1)
+    assert largest / 2**30 == pytest.approx(106.5, abs=0.1)
     # The process, its libraries and the allocator's unused blocks come on top.
     assert largest < 0.85 * config.cluster.memory_gib * 2**30
     assert planned["pipeline"]["bubble_over_compute"] == pytest.approx(0.048, abs=0.001)

@@ -47,6 +47,10 @@ MOONEP = ["parallel.expert.size=2", "parallel.expert.dispatcher=moonep"]
         (["parallel.layers_per_chunk=[5,4]"], ["parallel.layers_per_chunk=[5,4]", "has 2 chunks", "needs 4"]),
         (["parallel.layers_per_chunk=[9,0,0,0]"], ["[9,0,0,0]", "at least one layer"]),
         (["parallel.layers_per_chunk=[2,2,2,2]"], ["[2,2,2,2]", "adds up to 8", "model.num_layers=9"]),
+        (
+            [*SINGLE, "parallel.context=4", "cluster.ranks_per_node=2"],
+            ["parallel.context=4", "4 ranks, but there are 2", "use a divisor of 2"],
+        ),
         (["cluster.nodes=3"], ["parallel.pipeline=2", "2 ranks, but there are 3", "divisor of 3"]),
         (
             [*SINGLE, "cluster.ranks_per_node=4", "parallel.data=2"],
@@ -76,7 +80,7 @@ MOONEP = ["parallel.expert.size=2", "parallel.expert.dispatcher=moonep"]
             [*SINGLE, "parallel.expert.dispatcher=moonep", "parallel.expert.transport=peer"],
             ["parallel.expert.transport=peer", "parallel.expert.size=1", "use auto or collective"],
         ),
-        (["parallel.context=2"], ["parallel.context=2", "not available in this version"]),
+        (["parallel.context=3"], ["parallel.context=3", "data.sequence_length=256", "1, 2, 4, 8"]),
         (
             ["optim=adamw", "parallel.zero=1", "offload.gradients=host"],
             ["offload.gradients=host", "parallel.zero=1", "use parallel.zero=2"],
@@ -116,7 +120,7 @@ MOONEP = ["parallel.expert.size=2", "parallel.expert.dispatcher=moonep"]
         (["data.train=[a]"], ["data.train=[a]", "data=indexed"]),
         (["data=indexed"], ["data.train=[]", "k3train data prepare"]),
         (["data=indexed", "data.train=[no/such]"], ["data.train=[no/such]", "no/such.bin does not exist"]),
-        (["data=indexed", "data.max_bytes=9"], ["data.max_bytes=9", "data=bundled only"]),
+        (["data=indexed", "data.max_bytes=9"], ["data.max_bytes=9", "data=bundled or needles only"]),
         (
             ["data=indexed", "data.train=[a,b]", "data.train_weights=[1]"],
             ["data.train_weights=[1.0]", "1 weights for 2 entries of data.train"],
@@ -132,6 +136,16 @@ MOONEP = ["parallel.expert.size=2", "parallel.expert.dispatcher=moonep"]
         (["data=chat", "data.path=[no.jsonl]"], ["no.jsonl does not exist"]),
         (["data=chat", "vision=tiny", "data.images=[digits]"], ["data.images=[digits]", "chats name their"]),
         (["data=chat", "data.overlong=wrap"], ["data.overlong=wrap", "cut, drop"]),
+        (["data=needles"], ["data.images=[digits]", "add vision=none"]),
+        (
+            ["data=needles", "vision=none", "data.needles.questions=17"],
+            ["data.needles.questions=17", "at most pairs=16"],
+        ),
+        (
+            ["data=needles", "vision=none", "data.sequence_length=64"],
+            ["data.sequence_length=64", "120 tokens"],
+        ),
+        (["data=needles", "vision=none", "data.needles.pairs=0"], ["data.needles.pairs=0", "at least 1"]),
         (["data=chat", "data.held_out=1"], ["data.held_out=1.0", "excluded"]),
         (["model.num_shared_experts=0"], ["model.num_shared_experts=0", "at least 1"]),
         (["cluster.restarts=-1"], ["cluster.restarts=-1", "at least 0"]),

@@ -12,28 +12,30 @@ from typing import Any
 from torch import Tensor
 
 from ..packing import Packing
+from .fragments import Fragments, borders
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, packing: Packing) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, packing: Packing | Fragments
+) -> Tensor:
     """See `ops.attention.causal_attention`; the output has v's dtype."""
     attend = _attention(q.shape[2], (q.shape[3], v.shape[3]), scale)
     if packing.whole_rows:
         output = attend(q, k, v, qkv_format="bshd", attn_mask_type="causal")  # [b, s, H*Dv]
     else:
-        q, k, v_flat = (x.flatten(0, 1) for x in (q, k, v))  # [b*s, H, D]
+        square = isinstance(packing, Packing)
+        queries, keys, most_queries, most_keys = borders(packing)
         output = attend(
-            q,
-            k,
-            v_flat,
+            *(x.flatten(0, 1) for x in (q, k, v)),  # [b*s, H, D]
             qkv_format="thd",
-            attn_mask_type="padding_causal",
-            cu_seqlens_q=packing.cu_seqlens,
-            cu_seqlens_kv=packing.cu_seqlens,
-            max_seqlen_q=packing.max_seqlen,
-            max_seqlen_kv=packing.max_seqlen,
+            attn_mask_type="padding_causal" if square else "padding_causal_bottom_right",
+            cu_seqlens_q=queries,
+            cu_seqlens_kv=keys,
+            max_seqlen_q=most_queries,
+            max_seqlen_kv=most_keys,
             pad_between_seqs=False,
         )
-    return output.view(v.shape)
+    return output.view(*q.shape[:3], v.shape[-1])
 
 
 @cache

@@ -14,9 +14,14 @@ from ..items import Items
 
 def item_attention(q: Tensor, k: Tensor, v: Tensor, items: Items) -> Tensor:
     """See `ops.item_attention.item_attention`; the output has v's dtype."""
-    sizes = [length * count for length, count in items.length_runs]
+    rows, keys = ([each[side] * count for each, count in items.length_runs] for side in (0, 1))
     outputs = []
-    for (length, count), *parts in zip(items.length_runs, *(x.split(sizes) for x in (q, k, v)), strict=True):
-        batch = [part.unflatten(0, (count, length)).transpose(1, 2) for part in parts]  # [n, H, l, D]
+    for ((length, key_length), count), *parts in zip(
+        items.length_runs, q.split(rows), k.split(keys), v.split(keys), strict=True
+    ):
+        batch = [
+            part.unflatten(0, (count, size)).transpose(1, 2)
+            for part, size in zip(parts, (length, key_length, key_length), strict=True)
+        ]  # [n, H, l, D]
         outputs.append(F.scaled_dot_product_attention(*batch).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)

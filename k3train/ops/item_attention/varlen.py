@@ -10,7 +10,7 @@ from ..items import Items
 
 def item_attention(q: Tensor, k: Tensor, v: Tensor, items: Items) -> Tensor:
     """See `ops.item_attention.item_attention`; the output has v's dtype."""
-    longest = max(items.lengths)
-    output = varlen_attn(q, k, v, items.cu_seqlens, items.cu_seqlens, longest, longest)
+    longest, most_keys = max(items.lengths), max(items.key_lengths)
+    output = varlen_attn(q, k, v, items.cu_seqlens, items.cu_keys, longest, most_keys)
     assert isinstance(output, Tensor)
     return output

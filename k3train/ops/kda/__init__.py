@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from offload.sites import collective
+
 from .. import backends
 from ..packing import Packing
 from .core import kda_gate, l2norm
@@ -35,4 +37,4 @@ def delta_attention(
     output: Tensor = backends.call(
         "kda", backend, v, q, k, v, z, beta, A_log, dt_bias, lower_bound=lower_bound, packing=packing
     )
-    return output
+    return output if packing.span is None else collective(output)

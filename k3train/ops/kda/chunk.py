@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .context import Handover
 from .reference import compute_dtype
 
 CHUNK_SIZE = 16
@@ -53,17 +54,22 @@ def chunk_kda(
     scale: float,
     initial_state: Tensor | None = None,  # [b, H, D, Dv]
     document_ids: Tensor | None = None,  # [b, s], non-decreasing along a row
+    handover: Handover | None = None,
     chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Tensor, Tensor]:
-    """Same contract as `reference.recurrent_kda`, for log-decays g >= -5 and a chunk of at most 32 tokens."""
+    """Same contract as `reference.recurrent_kda`, for log-decays g >= -5 and a chunk of at most 32 tokens.
+
+    With a `handover` these are this rank's columns, and the initial state is what the ranks before leave.
+    """
     assert 1 <= chunk_size <= 32, "longer chunks overflow FP32 at g = -5"
+    assert handover is None or initial_state is None, "the ranks before give the initial state"
     dtype = compute_dtype(q, k, v, g, beta)
     b, s, H, D = q.shape
     if initial_state is None:
         initial_state = q.new_zeros(b, H, D, v.shape[-1], dtype=dtype)
     inputs = [_split(x.to(dtype), chunk_size) for x in (q, k, v, g, beta[..., None])]
     borders = None if document_ids is None else _borders(document_ids, chunk_size, dtype)
-    output, state = _ChunkKDA.apply(*inputs, initial_state.to(dtype), scale, borders)
+    output, state = _ChunkKDA.apply(*inputs, initial_state.to(dtype), scale, borders, handover)
     return output.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :s], state
 
 
@@ -124,25 +130,31 @@ class _ChunkKDA(torch.autograd.Function):
         initial_state: Tensor,
         scale: float,
         borders: _Borders | None,
+        handover: Handover | None,
     ) -> tuple[Tensor, Tensor]:
         chunks = _prepare(q, k, g, beta, borders)
         mix = chunks.inverse * beta.transpose(-1, -2)
         written = torch.matmul(mix, v)  # becomes "v minus what the state already holds", chunk by chunk
         read_keys = torch.matmul(mix, k * chunks.from_start)
         end_keys_t = (k * chunks.to_end).transpose(-1, -2)
+        transition = None
+        if handover is not None:
+            maps = _segment_map(written, read_keys, end_keys_t, chunks.decay)
+            initial_state = handover.incoming(handover.gather(maps))
+            transition = maps[..., v.shape[-1] :].clone()
         states = [initial_state]
         for n in range(q.shape[0]):
             written[n] -= torch.matmul(read_keys[n], states[n])
             states.append(chunks.decay[n] * states[n] + torch.matmul(end_keys_t[n], written[n]))
         incoming = torch.stack(states[:-1])  # [N, b, H, D, Dv]
         output = torch.matmul(q * chunks.from_start, incoming) + torch.matmul(chunks.query_pairs, written)
-        ctx.save_for_backward(q, k, v, g, beta, incoming, written, read_keys, *(borders or ()))
-        ctx.scale = scale
+        ctx.save_for_backward(q, k, v, g, beta, incoming, written, read_keys, transition, *(borders or ()))
+        ctx.scale, ctx.handover = scale, handover
         return output.mul_(scale), states[-1]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, incoming, written, read_keys, *factors = ctx.saved_tensors
+        q, k, v, g, beta, incoming, written, read_keys, transition, *factors = ctx.saved_tensors
         borders = _Borders(*factors) if factors else None
         chunks = _prepare(q, k, g, beta, borders)
         grad_output = grad_output * ctx.scale
@@ -151,6 +163,13 @@ class _ChunkKDA(torch.autograd.Function):
         grad_written = torch.matmul(chunks.query_pairs.transpose(-1, -2), grad_output)
         grad_incoming = torch.matmul(q_start.transpose(-1, -2), grad_output)
         read_keys_t = read_keys.transpose(-1, -2)
+        if ctx.handover is not None:
+            made = _start_gradient(
+                grad_written, grad_incoming, grad_state, end_keys, read_keys_t, chunks.decay
+            )
+            maps = torch.cat((made, transition.transpose(-1, -2)), dim=-1)
+            gathered = ctx.handover.gather(maps, backward=True)
+            grad_state = grad_state + ctx.handover.outgoing_gradient(gathered)
         grad_outgoing = torch.empty_like(incoming)
         for n in reversed(range(q.shape[0])):
             grad_outgoing[n] = grad_state
@@ -182,7 +201,37 @@ class _ChunkKDA(torch.autograd.Function):
         grad_total = q * grad_q + k * (grad_k - grad_k_back)
         grad_total[..., -1, :] += (k * grad_k_end).sum(-2) + grad_decay * chunks.decay[..., 0]
         grad_g = grad_total.flip(-2).cumsum(-2).flip(-2)
-        return grad_q, grad_k.add_(grad_k_back), grad_v, grad_g, grad_beta, grad_state, None, None
+        return grad_q, grad_k.add_(grad_k_back), grad_v, grad_g, grad_beta, grad_state, None, None, None
+
+
+def _segment_map(written: Tensor, read_keys: Tensor, end_keys_t: Tensor, decay: Tensor) -> Tensor:
+    """[E | M] of all chunks: what they make of [zero | identity] [b, H, D, Dv + D].
+
+    `written` is here what the chunks would write on a state of zero.
+    """
+    D, Dv = read_keys.shape[-1], written.shape[-1]
+    state = F.pad(torch.eye(D, dtype=written.dtype, device=written.device), (Dv, 0))
+    state = state.repeat(*written.shape[1:3], 1, 1)
+    for n in range(written.shape[0]):
+        change = -torch.matmul(read_keys[n], state)
+        change[..., :Dv] += written[n]
+        state = decay[n] * state + torch.matmul(end_keys_t[n], change)
+    return state
+
+
+def _start_gradient(
+    grad_written: Tensor,
+    grad_incoming: Tensor,
+    grad_state: Tensor,
+    end_keys: Tensor,
+    read_keys_t: Tensor,
+    decay: Tensor,
+) -> Tensor:
+    """Gradient of the state before all chunks, of outputs and of the state behind them alone."""
+    for n in reversed(range(grad_written.shape[0])):
+        change = grad_written[n] + torch.matmul(end_keys[n], grad_state)
+        grad_state = decay[n] * grad_state + grad_incoming[n] - torch.matmul(read_keys_t[n], change)
+    return grad_state
 
 
 def _mix_backward(

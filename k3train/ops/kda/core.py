@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ..packing import Packing
 from . import chunk, reference
+from .context import Handover
+from .context_reference import recurrent_kda_over_ranks
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -67,7 +69,10 @@ def _attend(
     g = kda_gate(z, A_log, dt_bias, lower_bound)
     document_ids = None if packing.whole_rows else packing.document_ids
     q, k = l2norm(q.to(dtype)), l2norm(k.to(dtype))
-    output, _ = core(q, k, v, g, beta, scale=q.shape[-1] ** -0.5, document_ids=document_ids)
+    keywords: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, "document_ids": document_ids}
+    if (handover := Handover.of(packing)) is not None:
+        keywords["handover"] = handover
+    output, _ = core(q, k, v, g, beta, **keywords)
     return output.to(v.dtype)
 
 
@@ -78,4 +83,5 @@ def delta_attention_chunk(*args: Any, **kwargs: Any) -> Tensor:
 
 def delta_attention_recurrent(*args: Any, **kwargs: Any) -> Tensor:
     """`delta_attention` token by token."""
-    return _attend(reference.recurrent_kda, *args, **kwargs)
+    alone = kwargs["packing"].span is None
+    return _attend(reference.recurrent_kda if alone else recurrent_kda_over_ranks, *args, **kwargs)

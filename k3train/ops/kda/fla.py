@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..packing import Packing
 from ..tuning import HOPPER, fix_choices
+from .fla_context import attend_over_ranks
 
 FUSED_BACKWARD = "chunk_kda_bwd_kernel_wy_dqkg_fused"
 
@@ -35,6 +36,8 @@ def delta_attention(
     capability = torch.cuda.get_device_capability(q.device)
     exclude_bad_hopper_choice(capability)
     fix_choices(capability)
+    if packing.span is not None:
+        return attend_over_ranks([q, k, v, z, beta, A_log, dt_bias], lower_bound, packing)
     cu_seqlens = None
     arguments = [q, k, v, z, beta]
     if not packing.whole_rows:

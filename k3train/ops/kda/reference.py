@@ -107,14 +107,18 @@ def _token_backward(
     return grad_q, grad_k, grad_error, grad_g, grad_beta, g.exp()[..., None] * grad_decayed
 
 
-def segment_map(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+def segment_map(
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, document_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """What a segment does to any incoming state: S_out = M S_in + E, with M [b, H, D, D], E [b, H, D, Dv].
 
     M is the product of (I - beta k k^T) Diag(exp g) over the tokens, E the state that the segment makes from
-    zero; so segments can be evaluated apart and chained.
+    zero; so segments can be evaluated apart and chained. A document that starts inside makes M zero.
     """
     identity = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand(k.shape[0], k.shape[2], -1, -1)
     nothing = k.new_zeros(*k.shape[:3], k.shape[-1])
-    _, transition = recurrent_kda(k, k, nothing, g, beta, scale=1.0, initial_state=identity)
-    _, made = recurrent_kda(k, k, v, g, beta, scale=1.0)
+    _, transition = recurrent_kda(
+        k, k, nothing, g, beta, scale=1.0, initial_state=identity, document_ids=document_ids
+    )
+    _, made = recurrent_kda(k, k, v, g, beta, scale=1.0, document_ids=document_ids)
     return transition, made

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...vision_shapes import Grid
+from ...vision_context import Piece
 from ..items import Items
 
 __all__ = ["interpolation", "position_grid", "resize", "time_wave"]
@@ -22,25 +22,26 @@ TIME_BASE = 1e4
 def position_grid(weight: Tensor, items: Items) -> Tensor:
     """Position of every patch from the grid [G, G, d]: [L, d] of weight's dtype, summed in FP32 or wider."""
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    return items.spread([_item(wide, grid) for grid, _ in items.grid_runs]).to(weight.dtype)
+    return items.spread([_piece(wide, piece) for piece, _ in items.runs]).to(weight.dtype)
 
 
-def _item(weight: Tensor, grid: Grid) -> Tensor:
-    """Positions of one item: [t * h * w, d]."""
-    t, h, w = grid
-    spatial = resize(weight, h, w).flatten(0, 1)
+def _piece(weight: Tensor, piece: Piece) -> Tensor:
+    """Positions of one piece: [its patches, d]."""
+    t, h, w = piece.grid
+    spatial = resize(weight, h, w, slice(piece.first, piece.stop)).flatten(0, 1)
     if t == 1:
         return spatial
     return (spatial + time_wave(t, weight.shape[-1], weight)[:, None]).flatten(0, 1)
 
 
-def resize(weight: Tensor, h: int, w: int) -> Tensor:
-    """Bilinear resize of weight [G, G, d] to [h, w, d]; its own size changes nothing."""
+def resize(weight: Tensor, h: int, w: int, rows: slice = slice(None)) -> Tensor:
+    """Bilinear resize of weight [G, G, d] to [h, w, d], and `rows` of it; its own size changes nothing."""
     side = weight.shape[0]
     if (h, w) == (side, side):
-        return weight
-    rows = (interpolation(side, h, weight) @ weight.flatten(1)).unflatten(1, weight.shape[1:])  # [h, G, d]
-    return interpolation(side, w, weight) @ rows
+        return weight[rows]
+    heights = interpolation(side, h, weight)[rows]
+    resized = (heights @ weight.flatten(1)).unflatten(1, weight.shape[1:])  # [h, G, d]
+    return interpolation(side, w, weight) @ resized
 
 
 def interpolation(old: int, new: int, like: Tensor) -> Tensor:

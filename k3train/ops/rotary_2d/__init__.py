@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...vision_shapes import Grid
+from ...vision_context import Piece
 from ..items import Items
 
 __all__ = ["RotaryTable", "rotary_table", "rotate"]
@@ -30,15 +30,16 @@ def rotary_table(items: Items, head_dim: int, theta: float, dtype: torch.dtype) 
     """Angles in FP64, then cosine and sine in FP32, or in FP64 for FP64 activations."""
     powers = torch.arange(0, head_dim, 4, dtype=torch.float64, device=items.device) / head_dim
     frequencies = theta**-powers  # [D/4]
-    angles = items.spread([_angles(grid, frequencies) for grid, _ in items.grid_runs])
+    angles = items.spread([_angles(piece, frequencies) for piece, _ in items.runs])
     wide = torch.promote_types(dtype, torch.float32)
     return RotaryTable(angles.cos().to(wide)[:, None], angles.sin().to(wide)[:, None])
 
 
-def _angles(grid: Grid, frequencies: Tensor) -> Tensor:
-    """Angles of one item's patches: [t * h * w, D/2]."""
-    t, h, w = grid
-    y, x = (torch.arange(side, dtype=torch.float64, device=frequencies.device) for side in (h, w))
+def _angles(piece: Piece, frequencies: Tensor) -> Tensor:
+    """Angles of one piece's patches: [t * h * w, D/2]."""
+    t, h, w = piece.local
+    x = torch.arange(w, dtype=torch.float64, device=frequencies.device)
+    y = torch.arange(piece.first, piece.stop, dtype=torch.float64, device=frequencies.device)
     columns = (x[:, None] * frequencies).expand(t, h, -1, -1)  # [t, h, w, D/4]
     rows = (y[:, None, None] * frequencies).expand(t, -1, w, -1)
     return torch.stack((columns, rows), dim=-1).flatten(3).flatten(0, 2)

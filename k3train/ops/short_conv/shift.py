@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from ..packing import Packing
+from .halo import with_halo
 
 
-def short_conv(x: Tensor, weight: Tensor, packing: Packing) -> Tensor:
-    """See `ops.short_conv.short_conv`."""
-    document_ids = None if packing.whole_rows else packing.document_ids
-    output: Tensor = _ShortConv.apply(x, weight, document_ids)
-    return output
+def short_conv(x: Tensor, weight: Tensor, packing: Packing, halo: Tensor | None = None) -> Tensor:
+    """See `ops.short_conv.short_conv`; `halo` [b, K - 1, C] are the columns before those of x."""
+    rows, document_ids = with_halo(x, None if packing.whole_rows else packing.document_ids, halo)
+    output: Tensor = _ShortConv.apply(rows, weight, document_ids)
+    return output if halo is None else output[:, halo.shape[1] :]
 
 
 def _convolve(x: Tensor, taps: Tensor, document_ids: Tensor | None) -> Tensor:

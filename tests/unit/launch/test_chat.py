@@ -133,3 +133,11 @@ def test_sample_refuses(
     (tmp_path / "config.yaml").write_text("")
     assert cli.main(["sample", str(tmp_path), *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_show_counts_a_document_whose_end_token_is_but_a_label(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = [f"data.cache_dir={tmp_path}", "data.max_bytes=20000"]
+    assert data.main(["show", "recipe=needle", *keys, "--count", "1"]) == 0
+    assert "sample 0: 128 of 128 tokens, 10 learnt, 1 documents" in capsys.readouterr().out

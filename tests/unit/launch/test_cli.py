@@ -35,7 +35,10 @@ def probe(folder: Path, *arguments: str) -> tuple[str, str]:
     [
         (["train", "recipe=none"], "recipe=none: no such recipe; valid are"),
         (["train", "optim.lr=x"], "optim.lr=x: expected a number"),
-        (["train", "parallel.context=2"], "parallel.context=2: context parallelism is not available"),
+        (
+            ["train", "parallel.context=3"],
+            "parallel.context=3: must divide data.sequence_length=256; valid up to 64 are 1, 2, 4, 8, 16",
+        ),
         (["train", "data=indexed"], "data.train=[]: name at least one prefix"),
         (["train", "recipe=k3_pretrain"], "data.train=[]: name at least one prefix: `k3train data prepare"),
         (
@@ -46,7 +49,8 @@ def probe(folder: Path, *arguments: str) -> tuple[str, str]:
         (["plan", "run.stepz=1"], "run.stepz=1: no such key; did you mean run.steps?"),
         (["trian"], "trian: no such verb; did you mean train?"),
         (["launch", "pbs"], "launch: pbs is no launcher; valid are slurm, kubernetes"),
-        (["data", "make"], "data: make is no command of it; valid are prepare, show"),
+        (["data"], "data: no command given; valid are prepare, longmix, show"),
+        (["data", "make"], "data: make is no command of it; valid are prepare, longmix, show"),
         (["data", "prepare", "x.txt"], "the following arguments are required: --output"),
         (["report"], "report: no run folder given"),
         (["report", "nowhere"], "nowhere: no such run folder"),

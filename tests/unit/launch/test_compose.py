@@ -169,7 +169,9 @@ def test_a_policy_of_one_s_own_is_a_file(tmp_path) -> None:  # type: ignore[no-u
     for text, message in (
         ("[1]", "expected a mapping"),
         ("{", "not YAML"),
-        ("kda.core: {a: b}", "expected a"),
+        ("kda.core: {a: b}", "line 1: expected a site"),
+        ("kda.core: host\n\nmla.core: 3", "line 3: expected a site"),
+        ("kda.core: host\nmla.core: host\nkda.core: keep", "line 3: kda.core has a storage already"),
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=message):
@@ -187,6 +189,10 @@ def test_a_policy_of_one_s_own_is_a_file(tmp_path) -> None:  # type: ignore[no-u
         ("offload.resolved.layer=keep", "offload.resolved: is derived from offload.policy"),
         ("offload.sites=host", "offload.sites=host: expected a mapping from strings to strings"),
         ("offload.site.layer=host", "no such key"),
+        ("offload.sites.kda.core=", "offload.sites.kda.core=: says nothing"),
+        ("offload.sites.kda.core=null", "offload.sites.kda.core=null: says nothing"),
+        ("offload.sites={kda.*: null}", "says nothing"),
+        ("offload.sites.kda.*=host", "write 'offload.sites={kda.*: host}'"),
     ],
 )
 def test_a_refused_policy(override: str, message: str) -> None:

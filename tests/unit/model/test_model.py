@@ -10,6 +10,7 @@ from k3train.model.init import DT_MAX, DT_MIN, inverse_softplus_bias
 from k3train.model.mtp import mtp_targets
 from k3train.model.naming import global_name
 from k3train.ops.kda import kda_gate
+from k3train.ops.packing import Packing
 from tests.dist.launch import run_workers
 
 
@@ -41,8 +42,8 @@ def test_initial_decay_is_minus_five_times_one_minus_exp_of_minus_dt() -> None:
 def test_mtp_predicts_the_token_after_the_next_inside_a_document() -> None:
     labels = torch.tensor([[11, 12, 13, 14, 15]])
     mask = torch.tensor([[1.0, 1, 1, 1, 0]])
-    documents = torch.tensor([[0, 0, 1, 1, 1]])
-    targets, kept = mtp_targets(labels, mask, documents)
+    packing = Packing.from_tokens(torch.tensor([[1, 256, 1, 1, 1]]), 256)
+    targets, kept = mtp_targets(labels, mask, packing)
     assert targets[0, :4].tolist() == [12, 13, 14, 15]
     # Position 1 reads the embedding of another document, 3 has a masked target, 4 has none.
     assert kept.tolist() == [[1, 0, 1, 0, 0]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from k3train.ops.attention import largest_logit
+from k3train.ops.attention import Fragments, largest_logit
 from k3train.ops.attention.largest_logit import largest_logits, largest_logits_reference
 from k3train.ops.packing import Packing
 
@@ -54,3 +54,22 @@ def test_other_documents_and_later_tokens_do_not_count() -> None:
     assert largest_logits(q, k, scale=1.0, packing=cut, above=0.0).tolist() == [5.0]
     k[0, 0, 0, 0] = 0
     assert largest_logits(q, k, scale=1.0, packing=cut, above=0.0).tolist() == [2.0]
+
+
+@pytest.mark.parametrize(("queries", "products"), [(3, 1 << 27), (1024, 1 << 27), (1024, 25)])
+def test_fragments(queries: int, products: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(largest_logit, "QUERIES", queries)
+    monkeypatch.setattr(largest_logit, "PRODUCTS", products)
+    fragments = Fragments.of([(7, 20), (1, 1), (4, 4), (9, 25)], "cpu")
+    q, k = inputs(b=1, s=50)
+    q = q[:, :21]
+    found = largest_logits(q, k, scale=SCALE, packing=fragments, above=0.0)
+    expected = largest_logits_reference(q, k, scale=SCALE, packing=fragments)
+    torch.testing.assert_close(found, expected)
+    loose = scale_of_all(q, k)
+    assert (expected < loose).any()
+
+
+def scale_of_all(q: Tensor, k: Tensor) -> Tensor:
+    """Largest of all logits, whoever may see them."""
+    return SCALE * torch.einsum("bihd,bjhd->bhij", q, k).amax((0, 2, 3))

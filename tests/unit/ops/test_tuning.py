@@ -40,6 +40,17 @@ def test_a_tuner_without_the_choice_stays_as_it_is(kernels: ModuleType) -> None:
     assert len(kernels.kda_gate_bwd_kernel.configs) == 1
 
 
+def test_a_choice_that_the_library_does_not_try_is_added(kernels: ModuleType) -> None:
+    class Config(SimpleNamespace):
+        def __init__(self, kwargs: dict[str, int], num_warps: int, num_stages: int) -> None:
+            super().__init__(kwargs=kwargs, num_warps=num_warps, num_stages=num_stages)
+
+    tuner = SimpleNamespace(configs=[Config({}, 4, 2), Config({}, 4, 3)], fn=None)
+    kernels.chunk_cp_fwd_kernel_h = tuner
+    assert "chunk_cp_fwd_kernel_h" in tuning.fix_choices(tuning.HOPPER)
+    assert [(config.num_warps, config.num_stages) for config in tuner.configs] == [(8, 3)]
+
+
 def test_other_devices_tune_themselves(kernels: ModuleType) -> None:
     assert tuning.fix_choices((10, 0)) == ()
     assert len(kernels.chunk_gla_fwd_kernel_o.fn.configs) == 2

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from k3train.ops import backends
 from k3train.ops.item_attention import item_attention
-from k3train.ops.items import Items
+from k3train.ops.items import Items, Share
 from k3train.ops.position_grid import interpolation, position_grid, reference, resize, time_wave
 from k3train.ops.rotary_2d import reference as rotary_reference
 from k3train.ops.rotary_2d import rotary_table, rotate
+from k3train.vision_context import Assignment
 
 GRIDS = [(1, 2, 3), (1, 3, 2), (1, 3, 2), (2, 2, 2)]
 THETA = 1e4
@@ -34,8 +37,11 @@ def test_borders_and_runs_of_a_pack() -> None:
     items = make_items()
     assert items.cu_seqlens.tolist() == [0, 6, 12, 18, 26]
     assert items.cu_seqlens.dtype == torch.int32
-    assert items.grid_runs == [((1, 2, 3), 1), ((1, 3, 2), 2), ((2, 2, 2), 1)]
-    assert items.length_runs == [(6, 3), (8, 1)]
+    assert [(piece.grid, count) for piece, count in items.runs] == [
+        ((1, 2, 3), 1), ((1, 3, 2), 2), ((2, 2, 2), 1),
+    ]  # fmt: skip
+    assert items.length_runs == [((6, 6), 3), ((8, 8), 1)]
+    assert items.cu_keys is items.cu_seqlens
     parts = items.split(torch.arange(26))
     assert [part.shape for _, part in parts] == [(1, 6), (2, 6), (1, 8)]
     assert items.spread([part[0] for _, part in parts]).tolist() == [
@@ -155,6 +161,52 @@ def test_backends_agree_with_gradients() -> None:
     outputs = [item_attention(*inputs, make_items(), name) for name in ("sdpa", "reference")]
     torch.testing.assert_close(*outputs)
     torch.testing.assert_close(*[torch.autograd.grad(y.sin().sum(), inputs) for y in outputs])
+
+
+class SecondOfTwo:
+    """Stands in for a process group, of which this is the last rank."""
+
+    def rank(self) -> int:
+        return 1
+
+
+def make_share(device: str) -> Items:
+    """Rank 1 of two has the last two rows of a clip (2, 6, 2), a whole image (1, 2, 3), half of (1, 4, 4)."""
+    grids = ((2, 6, 2), (1, 2, 2), (1, 2, 3), (1, 4, 4))
+    assignment = Assignment(grids, ((0, 4, 6), (0, 2, 2), (0, 0, 2), (0, 2, 4)), (1.0, 1.0))
+    share: Any = Share(assignment, SecondOfTwo())  # type: ignore[arg-type]
+    return Items.of(share, torch.device(device))
+
+
+def test_pieces_have_positions_and_angles_of_the_whole_item() -> None:
+    items, weight = make_share("cpu"), normal(3, 3, 4)
+    assert items.lengths == [8, 6, 8] and items.key_lengths == [24, 6, 16]
+    assert items.cu_keys.tolist() == [0, 24, 30, 46] and items.cu_seqlens.tolist() == [0, 8, 14, 22]
+    clip, image, cut = (make_items([grid]) for grid in ((2, 6, 2), (1, 2, 3), (1, 4, 4)))
+    rows = [*range(8, 12), *range(20, 24)]
+    expected = [
+        position_grid(weight, clip)[rows],
+        position_grid(weight, image),
+        position_grid(weight, cut)[8:],
+    ]
+    torch.testing.assert_close(position_grid(weight, items), torch.cat(expected), rtol=0, atol=1e-14)
+    for mine, *whole in zip(
+        *(rotary_table(each, 8, THETA, weight.dtype) for each in (items, clip, image, cut)),
+        strict=True,
+    ):
+        assert torch.equal(mine, torch.cat([whole[0][rows], whole[1], whole[2][8:]]))
+
+
+def test_queries_of_a_piece_look_at_all_keys_of_their_item() -> None:
+    q, k, v = (normal(n, 2, 4, seed=n).requires_grad_() for n in (22, 46, 46))
+    v = normal(46, 2, 4, seed=5).requires_grad_()
+    outputs = [
+        backends.call("item_attention", name, q, q, k, v, make_share("cpu")) for name in ("sdpa", "reference")
+    ]
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*[torch.autograd.grad(y.sin().sum(), (q, k, v)) for y in outputs])
+    weights = (k[30:, 1] @ q[15, 1] / 2).softmax(0)
+    torch.testing.assert_close(outputs[0][15, 1], weights @ v[30:, 1])
 
 
 def test_gradcheck_of_attention() -> None:
