@@ -48,7 +48,7 @@ docs-check: $(READY) ## fail when docs/configuration.md is out of date
 	@$(BIN)/python -m launch.reference --check
 
 bench: $(READY) ## run every benchmark in its quick form
-	@for script in train_step operators checkpoint startup pipeline_bubble vit_overlap attn_res_traffic moonep_planner moe_layer grouped_gemm muon zero2 offload_tiers fp8_storage activation_memory mx_codec qat_overhead; do $(BIN)/python benchmarks/$$script.py --quick; done
+	@for script in train_step operators checkpoint startup pipeline_bubble vit_overlap attn_res_traffic moonep_planner moe_layer grouped_gemm muon zero2 offload_tiers fp8_storage activation_memory mx_codec qat_overhead kcp; do $(BIN)/python benchmarks/$$script.py --quick; done
 
 report: $(READY) ## write the curves of RUN (runs/tiny) as one HTML page
 	@$(BIN)/k3train report $(RUN)
