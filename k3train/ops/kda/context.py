@@ -95,9 +95,8 @@ def reach(document_ids: Tensor, starts: tuple[int, ...], rank: int) -> list[tupl
 def _composed(maps: Tensor, order: Iterable[tuple[int, Tensor]]) -> Tensor:
     """The zero state through the maps of ranks in this order; kept behind each where its mask is True."""
     D, width = maps.shape[-2:]
-    state = maps[:0, ..., : width - D].sum(
-        0
-    )  # zeros, in the graph of the maps: their backward is a collective
+    # Zeros, in the graph of the maps: their backward is a collective.
+    state = maps[:0, ..., : width - D].sum(0)
     for rank, kept in order:
         made, transition = maps[rank].split((width - D, D), dim=-1)
         state = torch.where(kept, torch.matmul(transition, state) + made, 0)
