@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tests.dist.launch import run_workers
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-H, D, C, K, EOD = 2, 128, 256, 4, 1
+H, D, C, K, EOD = 16, 128, 2048, 4, 1
 CASES: dict[str, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = {
     "one document": ((0, 320, 640), ((),)),
     "packed rows, uneven shares": ((0, 257, 640), ((5, 63, 256, 300), (), (255, 257, 258))),
@@ -123,7 +123,7 @@ def found() -> dict[str, Any]:
     reasons = {(row[0], row[1]): row[3] for row in backends.report()}
     if reason := reasons["kda", "fla"]:
         pytest.skip(reason)
-    answers = run_workers("tests.gpu.test_kda_context:worker", 2, timeout=240)
+    answers = run_workers("tests.gpu.test_kda_context:worker", 2, timeout=500)
 
     return answers[0]  # type: ignore[no-any-return]
 

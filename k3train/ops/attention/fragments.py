@@ -9,12 +9,15 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 
 from ..packing import Packing
+
+LONG = 8192
+"""Queries of a fragment from which on kernels of its own pay."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +73,20 @@ class Fragments:
         first, last = (side[queries, None] for side in self.seen)
         key = torch.arange(keys.start, keys.stop, device=first.device)
         return (key >= first) & (key <= last)
+
+    @cached_property
+    def stretches(self) -> list[tuple[slice, slice, Fragments | None]]:
+        """Places of queries and keys of each long fragment (None), and of each stretch of others."""
+        found: list[tuple[slice, slice, Fragments | None]] = []
+        queries = keys = 0
+        for is_long, group in groupby(self.lengths, lambda each: each[0] >= LONG):
+            together = list(group)
+            for part in [[each] for each in together] if is_long else [together]:
+                n, m = (sum(side) for side in zip(*part, strict=True))
+                inner = None if is_long else Fragments.of(part, self.cu_seqlens_q.device)
+                found.append((slice(queries, queries + n), slice(keys, keys + m), inner))
+                queries, keys = queries + n, keys + m
+        return found
 
     @cached_property
     def host_borders(self) -> tuple[list[int], list[int]]:

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from k3train.ops.attention import Fragments, causal_attention
 from k3train.ops.attention.fragments import borders
+from k3train.ops.attention.pieces import WrittenOut, attend_in_pieces, tiles
 from k3train.ops.packing import Packing
 
 
@@ -72,6 +73,43 @@ def test_fragments_are_the_ends_of_documents(backend: str) -> None:
     torch.testing.assert_close(output, torch.cat(expected, dim=1))
     grads = (torch.autograd.grad(o.sin().sum(), inputs) for o in (output, torch.cat(expected, dim=1)))
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("narrow", [1, 2, 100])
+@pytest.mark.parametrize("long", [1, 2, 3, 100])
+def test_pieces_of_fragments(long: int, narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Squares joined, each with a backward that knows the whole softmax only by its sum."""
+    monkeypatch.setattr("k3train.ops.attention.fragments.LONG", long)
+    monkeypatch.setattr("k3train.ops.attention.pieces.NARROW", narrow)
+    inputs, packing, short_ones = fragment_inputs(), Fragments.of(LENGTHS, "cpu"), []
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, fragments: Fragments) -> Tensor:
+        return causal_attention(q, k, v, scale=0.4, packing=fragments, backend="reference")
+
+    def short(q: Tensor, k: Tensor, v: Tensor, fragments: Fragments) -> Tensor:
+        short_ones.extend(fragments.lengths)
+        return reference(q, k, v, fragments)
+
+    output = attend_in_pieces(*inputs, 0.4, packing, WrittenOut(), short)
+    expected = reference(*inputs, packing)
+    assert short_ones == [each for each in LENGTHS if each[0] < long]
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-14)
+    grads = (torch.autograd.grad(o.sin().sum(), inputs) for o in (output, expected))
+    torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "n, m", [(1 << 17, 3 << 16), (1 << 16, 1 << 18), (131072, 196609), (8192, 1_000_001)]
+)
+def test_tiles_cover_what_queries_see_once_and_are_few(n: int, m: int) -> None:
+    area = 0
+    for tile in tiles(n, m):
+        rows, columns = (x.stop - x.start for x in (tile.queries, tile.keys))
+        assert rows == columns or not tile.causal
+        area += rows * (rows + 1) // 2 if tile.causal else rows * columns
+        assert tile.causal or min(rows, columns) < 1024
+    assert area == n * (m - n) + n * (n + 1) // 2
+    assert len(tiles(n, m)) <= 2 * (m // n) + 6
 
 
 def test_square_fragments_are_a_packing() -> None:
