@@ -66,6 +66,9 @@ _BACKENDS = (
     Backend("kda", "fla", "kda.fla", "delta_attention", ("cuda",), LOW_PRECISION, "fla.ops.kda"),
     Backend("kda", "chunk", "kda.core", "delta_attention_chunk"),
     Backend("kda", "recurrent", "kda.core", "delta_attention_recurrent"),
+    # By name only: faster than fla where it was timed, but tests/gpu has not run it and it refuses more.
+    Backend("kda", "triton", "kda.triton.attention", "delta_attention", ("cuda",), (torch.bfloat16,),
+            "triton", ((9, 0), (10, 0))),
     Backend("short_conv", "fla", "short_conv.fla", "short_conv", ("cuda",), UP_TO_FP32,
             "fla.modules.causal_conv1d"),
     Backend("short_conv", "shift", "short_conv.shift", "short_conv"),
@@ -140,9 +143,9 @@ def call(op: str, requested: str, like: torch.Tensor, *args: Any, **kwargs: Any)
 
 
 def current_device() -> torch.device:
-    """Where this process computes: its GPU, or the CPU without one."""
+    """Where this process computes: its GPU; without one the default device, the CPU but in a rehearsal."""
     if not torch.cuda.is_available():
-        return torch.device("cpu")
+        return torch.get_default_device()
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -32,7 +32,8 @@ def delta_attention(
     """Normalise q and k per head, gate, and attend with scale D^-0.5: [b, s, H, Dv] in v's dtype.
 
     Inside, everything is FP32 (the `fla` kernels round chunk operands to q's dtype). The state starts at zero
-    in every document of `packing`. K3 report (arXiv:2607.24653); backends: fla, chunk, recurrent.
+    in every document of `packing`. K3 report (arXiv:2607.24653); backends: fla, chunk, recurrent,
+    triton.
     """
     output: Tensor = backends.call(
         "kda", backend, v, q, k, v, z, beta, A_log, dt_bias, lower_bound=lower_bound, packing=packing

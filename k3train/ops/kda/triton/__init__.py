@@ -1,0 +1,1 @@
+"""Kimi Delta Attention in Triton kernels of our own, forward and backward, for a bounded log-decay."""

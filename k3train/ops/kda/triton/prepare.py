@@ -1,0 +1,150 @@
+"""The kernel in front of the walk: everything of a chunk that does not depend on the state.
+
+One program a chunk and head. Forward inverts I + Akk and leaves Aqk; backward is given the inverse and leaves
+Aqk^T do. See `reference` for the algorithm. Letters: C tokens of a chunk, D, Dv head dims.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+TILE = tl.constexpr(32)
+EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def log_decay(z, A_log, bias, lower_bound, valid):  # type: ignore[no-untyped-def]
+    """Log-decay to base 2 of logits z [C, D]; zero behind the document's end."""
+    g = lower_bound * LOG2E * tl.sigmoid(tl.exp(A_log) * (z + bias[None, :]))
+    return tl.where(valid[:, None], g, 0.0)
+
+
+@triton.jit
+def lower_sum(x, C: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Running sum along the tokens [C, D], as products with ones: two BF16 parts keep 16 bits of x."""
+    row = tl.arange(0, C)
+    ones = (row[:, None] >= row[None, :]).to(KIND)
+    high = x.to(KIND)
+    low = (x - high.to(tl.float32)).to(KIND)
+    return tl.dot(ones, low, tl.dot(ones, high))
+
+
+@triton.jit
+def upper_sum(x, C: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Running sum from the chunk's end on."""
+    row = tl.arange(0, C)
+    ones = (row[:, None] <= row[None, :]).to(KIND)
+    high = x.to(KIND)
+    low = (x - high.to(tl.float32)).to(KIND)
+    return tl.dot(ones, low, tl.dot(ones, high))
+
+
+@triton.jit
+def pair_factors(total, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`reference.factors`: left, the two rights, of the running sum [C, D] to base 2."""
+    row = tl.arange(0, C)[:, None]
+    first = tl.sum(tl.where(row == TILE // 2, total, 0.0), 0)[None, :]
+    second = tl.sum(tl.where(row == TILE + TILE // 2, total, 0.0), 0)[None, :]
+    left = tl.exp2(total - tl.where(row < TILE, first, second))
+    right_first = tl.where(row < TILE, tl.exp2(first - total), 0.0)
+    return left, right_first, tl.exp2(second - total)
+
+
+@triton.jit
+def unit_lower_inverse(lower, C: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(I + lower)^-1 by doubling the inverted diagonal blocks.
+
+    Of unit keys and beta up to 1 both have entries of at most 1, so FP16 operands keep 11 bits of them.
+    """
+    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    inverse = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, lower, 0.0)
+    half = lower.to(KIND)
+    for level in tl.static_range(1, 6):
+        joint = (row // (2 << level) == column // (2 << level)) & (
+            row // (1 << level) != column // (1 << level)
+        )
+        now = inverse.to(KIND)
+        step = tl.dot(now, tl.where(joint, half, 0.0).to(KIND))
+        inverse -= tl.dot(step.to(KIND), now)
+    return inverse
+
+
+@triton.jit
+def prepare_kernel(  # type: ignore[no-untyped-def]
+    q, k, v, z,  # [tokens, H, D or Dv]
+    beta,  # [tokens, H]
+    A_log, dt_bias,  # [H], [H * D]
+    grad_output,  # [tokens, H, Dv], backward only
+    chunks,  # [N, 4]: first token, tokens, document, whether it is the document's first
+    inverse,  # [N, H, C, C]: written by forward, read by backward
+    u,  # [N, H, Dv, C]
+    r, keys, queries,  # [N, H, C, D]
+    decay,  # [N, H, D] FP32
+    pairs,  # forward: Aqk [N, H, C, C]; backward: do^T Aqk [N, H, Dv, C]
+    norms,  # [2, N, H, C] FP32, backward only: reciprocal norms of q and k
+    N, H, lower_bound, scale,
+    C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    KIND: tl.constexpr = keys.dtype.element_ty
+    chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
+    start, length = tl.load(chunks + chunk * 4).to(tl.int64), tl.load(chunks + chunk * 4 + 1)
+    if length == 0:
+        return
+    place = tl.program_id(0).to(tl.int64)
+    row, column, value = tl.arange(0, C), tl.arange(0, D), tl.arange(0, DV)
+    valid = row < length
+    token = (start + row) * H + head
+    at = token[:, None] * D + column[None, :]
+    inner = row[:, None] * D + column[None, :]
+    square = row[:, None] * C + row[None, :]
+
+    logits = tl.load(z + at, mask=valid[:, None], other=0.0).to(tl.float32)
+    bias = tl.load(dt_bias + head * D + column).to(tl.float32)
+    g = log_decay(logits, tl.load(A_log + head).to(tl.float32), bias, lower_bound, valid)
+    total = lower_sum(g, C, KIND)
+    end = tl.sum(g, 0)
+    tl.store(decay + place * D + column, tl.exp2(end))
+
+    key = tl.load(k + at, mask=valid[:, None], other=0.0).to(tl.float32)
+    query = tl.load(q + at, mask=valid[:, None], other=0.0).to(tl.float32)
+    key_norm = tl.rsqrt(tl.sum(key * key, 1) + EPS)
+    query_norm = tl.rsqrt(tl.sum(query * query, 1) + EPS)
+    if BACKWARD:
+        tl.store(norms + place * C + row, query_norm)
+        tl.store(norms + (N * H).to(tl.int64) * C + place * C + row, key_norm)
+    key *= key_norm[:, None]
+    query *= (query_norm * scale)[:, None]
+    written = key * tl.load(beta + token, mask=valid, other=0.0).to(tl.float32)[:, None]
+
+    from_start = tl.exp2(total)
+    tl.store(queries + place * C * D + inner, (query * from_start).to(KIND))
+    tl.store(keys + place * C * D + inner, (written * tl.exp2(end[None, :] - total)).to(KIND))
+    start_keys = (key * from_start).to(KIND)
+
+    left, right_first, right_second = pair_factors(total, C)
+    in_first = row[:, None] < TILE
+    first = tl.trans((written * right_first).to(KIND))
+    second = tl.trans((written * right_second).to(KIND))
+    left_query = (query * left).to(KIND)
+    Aqk = tl.where(in_first, tl.dot(left_query, first), tl.dot(left_query, second))
+    Aqk = tl.where(row[:, None] >= row[None, :], Aqk, 0.0).to(KIND)
+    if BACKWARD:
+        X = tl.load(inverse + place * C * C + square)
+        grad = tl.load(grad_output + token[:, None] * DV + value[None, :], mask=valid[:, None], other=0.0).to(
+            KIND
+        )
+        through = tl.dot(tl.trans(grad), Aqk)
+        tl.store(pairs + place * C * DV + value[:, None] * C + row[None, :], through.to(KIND))
+    else:
+        tl.store(pairs + place * C * C + square, Aqk)
+        left_key = (key * left).to(KIND)
+        Akk = tl.where(in_first, tl.dot(left_key, first), tl.dot(left_key, second))
+        Akk = tl.where(row[:, None] > row[None, :], Akk, 0.0)
+        X = unit_lower_inverse(Akk, C, tl.float16 if KIND.is_bf16() else KIND).to(KIND)
+        tl.store(inverse + place * C * C + square, X)
+    tl.store(r + place * C * D + inner, tl.dot(X, start_keys).to(KIND))
+    values = tl.load(v + token[:, None] * DV + value[None, :], mask=valid[:, None], other=0.0)
+    written_value = tl.dot(tl.trans(values.to(KIND)), tl.trans(X))
+    tl.store(u + place * C * DV + value[:, None] * C + row[None, :], written_value.to(KIND))
