@@ -3,8 +3,10 @@
 Workload: the recipe's model and optimizer state (tiny on one rank unless told otherwise), all in seconds,
 medians; the JSON holds every value. `blocked` is how long `save` keeps the training loop, `until published`
 how long it takes until the checkpoint is complete. `step while writing` is the training step beside an
-asynchronous write, to be held against `undisturbed_step` in the JSON. `load` verifies every checksum first.
-The disk is that of --folder (the system's temporary folder by default); its cache is warm for the load.
+asynchronous write, to be held against `undisturbed_step` in the JSON. The third kind saves to a local disk,
+where it is published, and is then uploaded; here both are one disk, so that it shows what the copy costs.
+`load` verifies every checksum first. The disk is that of --folder (the system's temporary folder by default);
+its cache is warm for the load.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import report
-from k3train.config import Config, fixed_keys
+from k3train.config import Config
 from k3train.quiet import quiet
+from k3train.resume import fixed_keys
 from launch.compose import compose, resolve_layout, world_size
 from parallel.cpu import enable_cpu
 
+LOCAL = "local, then uploaded"
+KINDS = ("synchronous", "asynchronous", LOCAL)
 QUICK = ("model.num_layers=5", "data.sequence_length=64", "run.microbatches=1", "eval.batches=1")
 
 
@@ -68,20 +73,23 @@ def measure(config: Config, folder: Path, saves: int) -> tuple[dict[str, Any], l
     step()  # the optimizer makes its state
     figures: dict[str, Any] = {"undisturbed_step": [step() for _ in range(saves)]}
     rows: list[dict[str, Any]] = []
-    for kind in ("synchronous", "asynchronous"):
+    for kind in KINDS:
         root = folder / kind
         told: list[str] = []
-        manager = _manager(config, groups, root, kind == "asynchronous", told)
+        manager = _manager(config, groups, root, kind, told)
         seconds: defaultdict[str, list[float]] = defaultdict(list)
         for number in range(1, saves + 1):
             start = time.perf_counter()
             manager.save(number, trainer.modules, trainer.optimizer, {"step": number})
             seconds["blocked"].append(time.perf_counter() - start)
-            if kind == "asynchronous":
+            if kind != "synchronous":
                 seconds["step while writing"].append(step())
             if not manager.wait():
                 raise SystemExit(told[-1])
             seconds["until published"].append(time.perf_counter() - start)
+            if kind == LOCAL:
+                manager.finish()
+                seconds["until uploaded"].append(time.perf_counter() - start)
         start = time.perf_counter()
         if manager.load(trainer.modules, trainer.optimizer) != {"step": saves}:
             raise SystemExit("the last checkpoint was not the one that was loaded")
@@ -98,14 +106,19 @@ def measure(config: Config, folder: Path, saves: int) -> tuple[dict[str, Any], l
     return figures, rows
 
 
-def _manager(config: Config, groups: Any, root: Path, asynchronous: bool, told: list[str]) -> Any:
+def _manager(config: Config, groups: Any, root: Path, kind: str, told: list[str]) -> Any:
+    from k3train.checkpoint.local import join
     from k3train.checkpoint.manager import CheckpointManager
+
+    def disk() -> Any:
+        return join(str(root.with_name("disk")), root, groups.rank, keep=1, need_bytes=0)
 
     return CheckpointManager(
         root,
         groups=groups,
         keep=1,
-        asynchronous=asynchronous,
+        asynchronous=kind != "synchronous",
+        local=disk if kind == LOCAL else None,
         fixed=fixed_keys(config),
         message=told.append,
     )

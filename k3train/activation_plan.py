@@ -39,7 +39,8 @@ from .config import Config
 from .errors import UserError
 from .memory import Parts, rank_activations, rank_memory, tier_capacities
 from .microbatch import element_bytes
-from .schedule import base_costs, layer_cuts, row_plan, simulation, step_parts
+from .schedule import layer_cuts, row_plan, simulation, step_parts
+from .stage_time import base_costs
 
 ACTIVATION_KINDS = ("activations", "attn_res_bank", "activations_fp8", "offload_windows", "lent_to_peers")
 QUICK, THOROUGH = 0, 5000

@@ -1,8 +1,8 @@
 """Seconds that a policy of activations adds to the operations of a stage. Needs no torch.
 
-Running a region again takes what its FLOPs take, as those of the model do, and what it moves through memory
-takes at `cluster.memory_gbps`; whole layers take their FLOPs. FP8 is read and written once in each direction.
-A copy is hidden beside its own operation, and beside what follows as far as the window in flight goes.
+Running a region again, or whole layers, takes what `operators` says. FP8 is read and written once in each
+direction. A copy is hidden beside its own operation, and beside what follows as far as the window in flight
+goes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from parallel.pipeline.rows import RowPlan
 
 from . import activation_bytes, activation_costs
-from .activation_ledger import Sizes, Stage, moved, place, recomputed
+from .activation_ledger import Sizes, moved, place, recomputed, stages
 from .activation_policy import LAYER, MTP_LAYER, policy_of, policy_of_rank
 from .activation_sites import Cost
 from .config import ClusterConfig, Config
-from .flops import EFFICIENCY, TERA
-from .microbatch import element_bytes, tokens_per_microbatch
+from .flops import site_sources
+from .microbatch import element_bytes
+from .operators import Operators, known_layer_costs, memory_bandwidth
+from .operators import region_seconds as seconds_of
+from .shapes import layer_kinds
 
 GIGA = 1e9
 LATENCY = 2e-4
@@ -48,34 +51,52 @@ def rates(cluster: ClusterConfig) -> dict[str, Rates]:
 
 def region_seconds(config: Config, cuts: Sequence[range]) -> list[dict[str, float]]:
     """What running each region of each stage again takes for a micro-batch."""
-    device = activation_bytes.device_type(config)
+    operators, known = Operators(config), _Regions(config)
     found = []
     for number, layers in enumerate(cuts):
         spent: dict[str, float] = defaultdict(float)
-        parts = [activation_costs.layer_costs(config, layer, device) for layer in layers]
+        for layer in layers:
+            for region, seconds in known.of_layer(layer).items():
+                spent[region] += seconds
+            spent[LAYER] += sum(operators.layer(layer).forward.values())
         if number == len(cuts) - 1:
-            parts += [
-                activation_costs.output_costs(config, device),
-                activation_costs.mtp_costs(config, device),
-            ]
-        for part in parts:
-            for region, cost in part.items():
-                spent[region] += _seconds(config, cost, region in WHOLE_LAYERS)
+            for region, seconds in known.of_output().items():
+                spent[region] += seconds
         found.append(dict(spent))
     return found
 
 
-def _seconds(config: Config, cost: Cost, whole_layer: bool) -> float:
-    cluster = config.cluster
-    spent = cost.flops / (cluster.peak_tflops * TERA * EFFICIENCY)
-    spent += 0 if whole_layer else cost.bytes / (cluster.memory_gbps * GIGA)
-    return spent * tokens_per_microbatch(config)
+class _Regions:
+    """Seconds of the regions of a layer, each kind of layer looked at once."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.device = config, activation_bytes.device_type(config)
+        self.kinds = layer_kinds(config.model)
+        self._known: dict[object, dict[str, float]] = {}
+
+    def of_layer(self, layer: int) -> dict[str, float]:
+        """But for the whole of it."""
+        key = self.kinds[layer], site_sources(self.config.model, layer)
+        if key not in self._known:
+            self._known[key] = self._seconds(known_layer_costs(self.config, layer, self.device))
+        return self._known[key]
+
+    def of_output(self) -> dict[str, float]:
+        """Behind the last layer, the MTP layer as a whole among them."""
+        behind = activation_costs.output_costs(self.config, self.device)
+        ahead = activation_costs.mtp_costs(self.config, self.device)
+        return {**self._seconds(behind), **self._seconds(ahead)}
+
+    def _seconds(self, costs: Mapping[str, Cost]) -> dict[str, float]:
+        return {
+            region: seconds_of(self.config, region, cost) for region, cost in costs.items() if region != LAYER
+        }
 
 
 def coding_seconds(config: Config, size: Sizes) -> float:
     """Of a site's tensors into FP8, or back."""
     element = element_bytes(config.model)
-    return size.model * (1 + 1 / element) / (config.cluster.memory_gbps * GIGA)
+    return size.model * (1 + 1 / element) / memory_bandwidth(config)
 
 
 def window_seconds(config: Config, gigabytes_a_second: float) -> float:
@@ -111,18 +132,20 @@ def added(
     config: Config,
     cuts: Sequence[range],
     rows: RowPlan,
-    stages: Sequence[Stage],
     forward: Sequence[float],
     backward: Sequence[float],
 ) -> list[Added]:
     """What the policy adds to each stage, whose operations take `forward` and `backward` seconds without."""
     policy = policy_of(config)
     if not any(storage.recompute or storage.fp8 or storage.tier for storage in policy.values()):
-        return [Added() for _ in stages]
+        return [Added() for _ in cuts]
+    # What is held matters where some of it is coded or moves, and takes long to list.
+    held = any(storage.fp8 or storage.tier for storage in policy.values())
+    listed = stages(config, cuts, rows) if held else [None] * len(cuts)
     found = []
-    for number, (stage, spent) in enumerate(zip(stages, region_seconds(config, cuts), strict=True)):
+    for number, (stage, spent) in enumerate(zip(listed, region_seconds(config, cuts), strict=True)):
         own = policy_of_rank(config, rows.layout.home(number)[0])
-        sizes = stage.sizes(recomputed(policy), config.offload.min_kib << 10)
+        sizes = stage.sizes(recomputed(policy), config.offload.min_kib << 10) if stage else {}
         again = sum(
             time
             for region, time in spent.items()

@@ -175,6 +175,14 @@ def refusal(first: str, second: str) -> Refusal | None:
     return None
 
 
+def clash(config: Config) -> Refusal | None:
+    """The first refusal that a configuration meets, or None."""
+    for entry in REFUSALS:
+        if find(entry.first).active(config) and find(entry.second).active(config):
+            return entry
+    return None
+
+
 def exclusive(first: str, second: str) -> bool:
     """Whether the two are values of one key, so that no configuration can ask for both."""
     return first != second and find(first).key == find(second).key

@@ -12,6 +12,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from .alert_config import AlertConfig
+from .fault_config import FaultConfig
+from .hardware_config import EfficiencyConfig
 from .vision_config import VisionConfig
 
 
@@ -340,8 +343,18 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves at the end and on a signal only."""
     keep: int = 2
     """Newest checkpoints to keep; 0 keeps all."""
+    keep_every: int = 0
+    """Checkpoints of steps that are multiples of this stay too, for good; 0: none for that."""
     asynchronous: bool = True
     """Write in the background while training goes on."""
+    when_busy: str = "wait"
+    """What a save that comes due does while the one before is still written: wait, or skip (that of the last
+    step or of a stop signal waits)."""
+    local_dir: str | None = None
+    """Folder on a disk of each node, in which ~ and variables like $TMPDIR are the node's own: checkpoints go
+    there first, each rank's part to its node, and from there to `run.dir` in the background."""
+    local_keep: int = 1
+    """Newest checkpoints to keep in `local_dir`, at least 1."""
 
 
 @dataclass
@@ -360,6 +373,11 @@ class LogConfig:
     """Steps whose phases go into trace.json; 0 writes no trace."""
     routing_steps: int = 0
     """Steps of each start whose routing goes into routing-STAGE.jsonl, entries of every rank and expert."""
+    prometheus_port: int = 0
+    """Port at which the first rank of each node serves its metrics to Prometheus; 0 serves none."""
+    prometheus_host: str = "127.0.0.1"
+    """Address that it listens at; 0.0.0.0 is every one of the node, without a password."""
+    alerts: AlertConfig = field(default_factory=AlertConfig)
 
 
 @dataclass
@@ -369,6 +387,8 @@ class ClusterConfig:
     name: str = "local"
     nodes: int = 1
     """Machines."""
+    gpus: int | None = None
+    """GPUs that `k3train plan search` finds layouts for; a layout that takes another number is refused."""
     gpus_per_node: int = 1
     """Ranks that one node can hold; the ranks of each node when there are several nodes."""
     ranks_per_node: int | None = None
@@ -377,14 +397,27 @@ class ClusterConfig:
     """Name of the accelerator, for reports and job files."""
     peak_tflops: float = 0.1
     """Dense BF16 peak of one rank, the denominator of MFU."""
+    peak_fp8_tflops: float | None = None
+    """Dense FP8 peak of one rank, which products in MX formats meet where it has them in hardware."""
     memory_gib: float = 12.0
     """Memory of one rank."""
     link_gbps: float = 10.0
-    """Bandwidth between ranks of a node, GB/s."""
+    """Bandwidth between ranks of a link domain, GB/s each way."""
+    link_domain: int | None = None
+    """Ranks that such links join, where they join several nodes; those of a node when left out."""
     network_gbps: float = 10.0
-    """Bandwidth between nodes for one rank, GB/s."""
+    """Bandwidth between link domains for one rank, GB/s each way."""
+    link_latency_us: float = 0.0
+    """From the start of a small collective to its end, within a link domain."""
+    network_latency_us: float = 0.0
+    """The same between link domains."""
+    launch_us: float = 0.0
+    """Host time of one operator called from Python: added to a CPU's work, hidden beneath a longer GPU's."""
     memory_gbps: float = 10.0
     """Bandwidth of a rank's own memory, GB/s."""
+    host_gib: float | None = None
+    """Host memory of one rank, its share of the node's; `plan` and `plan search` count on no more. Not looked
+    at when left out."""
     host_gbps: float = 5.0
     """Bandwidth of a rank to pinned host memory and back, each way, all ranks of a node at once; GB/s."""
     peer_gbps: float | None = None
@@ -393,6 +426,14 @@ class ClusterConfig:
     """A rank's share of what the disks of `offload.nvme_dir` write, GB/s."""
     nvme_read_gbps: float = 1.0
     """The same of what they read."""
+    storage_gbps: float = 0.5
+    """A rank's share of what the file system of `run.dir` writes, GB/s."""
+    efficiency: EfficiencyConfig = field(default_factory=EfficiencyConfig)
+    calibration: str | None = None
+    """File that `k3train bench calibrate` wrote: its figures come before those of the entry, and behind keys
+    that are set on the command line."""
+    measured: dict[str, Any] = field(default_factory=dict)
+    """What that file says of layers and collectives. Derived: set `calibration`."""
     partition: str | None = None
     account: str | None = None
     time_limit: str = "24:00:00"
@@ -405,7 +446,7 @@ class ClusterConfig:
     volume: str | None = None
     """Kubernetes claim of a ReadWriteMany volume, the working directory of every pod: keeps the runs."""
     restarts: int = 20
-    """Times that Kubernetes starts a stopped or failed job again."""
+    """Times that Kubernetes or Slurm starts a failed job again; Kubernetes a stopped one too."""
     setup: list[str] = field(default_factory=list)
     """Shell lines that run on every node before the job."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -444,16 +485,9 @@ class Config:
     quant: QuantConfig = field(default_factory=QuantConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    fault: FaultConfig = field(default_factory=FaultConfig)
     log: LogConfig = field(default_factory=LogConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-
-
-# Keys that may change between a run and its continuation without changing what is computed.
-RESUME_FREE = (
-    "run.dir", "run.name", "run.resume", "run.steps", "parallel.timeout_minutes", "data.cache_dir",
-    "parallel.expert.slots", "parallel.expert.transport", "quant.hold_weights", "quant.backend",
-)  # fmt: skip
-RESUME_FREE_SECTIONS = ("log", "checkpoint", "cluster", "eval", "offload", "curriculum")
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -472,16 +506,3 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 def digest(config: Config) -> str:
     """SHA-256 of the whole configuration: every rank must hold the same one."""
     return hashlib.sha256(json.dumps(flatten(config), sort_keys=True).encode()).hexdigest()
-
-
-def fixed_keys(config: Config) -> dict[str, Any]:
-    """The keys that a continued run must share with the run it continues."""
-    fixed = {
-        key: value
-        for key, value in flatten(config).items()
-        if key not in RESUME_FREE and key.split(".")[0] not in RESUME_FREE_SECTIONS
-    }
-    # ZeRO-1 and ZeRO-2 keep the same states in the same shards.
-    if fixed["parallel.zero"] == 2:
-        fixed["parallel.zero"] = 1
-    return fixed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import types
 import typing
 from pathlib import Path
@@ -17,6 +18,13 @@ from .errors import UserError
 def to_yaml(config: Config) -> str:
     """YAML text of a configuration, keys in the order of the classes."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True, width=100)
+
+
+def keep_before(run_dir: Path, step: int) -> None:
+    """Let the configuration that a run had up to `step` stay beside the one that takes its place."""
+    before, kept = run_dir / "config.yaml", run_dir / f"config-to-step-{step:08d}.yaml"
+    if before.is_file() and not kept.exists():  # else a second start in the new layout
+        shutil.copyfile(before, kept)
 
 
 def load_yaml(path: str | Path) -> Config:

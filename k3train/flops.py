@@ -18,9 +18,6 @@ from .shapes import block_starts, layer_kinds, vocab_rows
 KDA_CHUNK = 64
 BACKWARD_OVER_FORWARD = 2
 
-EFFICIENCY = 0.4
-"""Share of a rank's peak that computation is to reach; public MoE runs on H100 end at 0.16 to 0.40."""
-
 TERA = 1e12
 
 
@@ -41,7 +38,7 @@ def train_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
 def layer_flops(model: ModelConfig, layer: int, sequence_length: int) -> dict[str, float]:
     """Forward FLOPs of decoder layer `layer` (0-based) for one token."""
     return {
-        **_sublayer_flops(model, layer_kinds(model)[layer], sequence_length),
+        **sublayer_flops(model, layer_kinds(model)[layer], sequence_length),
         "attn_res": 6.0 * model.hidden_size * sum(site_sources(model, layer)),
     }
 
@@ -53,7 +50,7 @@ def output_flops(model: ModelConfig, sequence_length: int) -> dict[str, float]:
     sources = block_starts(model, model.num_layers) + 1
     counts = {"attn_res": 6.0 * d * sources, "head": head}
     if model.mtp_layers:
-        layer = _sublayer_flops(model, layer_kinds(model)[-1], sequence_length)
+        layer = sublayer_flops(model, layer_kinds(model)[-1], sequence_length)
         counts["mtp"] = 2.0 * d * 2 * d + sum(layer.values()) + head
     return counts
 
@@ -64,7 +61,8 @@ def site_sources(model: ModelConfig, layer: int) -> tuple[int, int]:
     return (before + 1 if before else 0), after + 1
 
 
-def _sublayer_flops(model: ModelConfig, kind: tuple[str, str], sequence_length: int) -> dict[str, float]:
+def sublayer_flops(model: ModelConfig, kind: tuple[str, str], sequence_length: int) -> dict[str, float]:
+    """Forward FLOPs of an attention and a feed-forward sublayer for one token, by site."""
     attention, mlp = kind
     spent = _kda(model) if attention == "kda" else _mla(model, sequence_length)
     if mlp == "moe":

@@ -70,13 +70,11 @@ def rank_memory(
         own = [layout.stage(rank, chunk) for chunk in range(layout.virtual)]
         ledgers.append(
             {
-                **_states(config, topology, entries),
-                **_rotating(config, rank_gradients(topology, chunks)),
-                **_windows(config, topology, entries),
+                **state_ledger(config, topology, chunks),
                 **held[rank].device,
                 "workspace": _workspace(config, cuts, [stages[stage] for stage in own], own, rows),
                 **_expert_buffers(config, topology, entries),
-                "logits": _logits(config) if len(cuts) - 1 in own else 0,
+                "logits": logits_bytes(config) if len(cuts) - 1 in own else 0,
                 "balance_histograms": sum(e.kind == "router" for e in entries) * _counters(config.model),
             }
         )
@@ -248,6 +246,16 @@ def gradient_ledgers(
     return [rank_gradients(topology, chunks) for chunks in stage_entries(config, cuts, layout)]
 
 
+def state_ledger(config: Config, topology: Topology, chunks: list[list[Parameter]]) -> dict[str, int]:
+    """What a rank holds of its chunks from step to step, gradients among it, by kind."""
+    entries = [entry for chunk in chunks for entry in chunk]
+    return {
+        **_states(config, topology, entries),
+        **_rotating(config, rank_gradients(topology, chunks)),
+        **_windows(config, topology, entries),
+    }
+
+
 def _states(config: Config, topology: Topology, entries: list[Parameter]) -> dict[str, int]:
     """Parameters, FP32 gradients, FP32 master copies of BF16 parameters, moments."""
     sizes = dict.fromkeys(("parameters", "gradients", "master_weights", "optimizer_states"), 0)
@@ -294,7 +302,7 @@ def _workspace(
     return int(again) + 3 * max(map(rows.width, borders)) * row_bytes(config)
 
 
-def _logits(config: Config) -> int:
+def logits_bytes(config: Config) -> int:
     """Of a pass through the head: logits and their FP32 copy, or the gradients of both; softmax is held."""
     size = element_bytes(config.model) + FLOAT
     return tokens_per_microbatch(config) * vocab_rows(config.model) * size

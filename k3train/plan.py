@@ -16,17 +16,16 @@ from rich.text import Text
 from parallel.pipeline.check import check
 from parallel.pipeline.draw import duration
 from parallel.pipeline.rows import RowPlan
-from parallel.pipeline.table import REDUCE
 from parallel.pipeline.vision_fill import CapError
 from parallel.topology import Topology
 from parallel.zero2 import SLOTS
 
-from . import activation_view, context_traffic, quant_plan, vision_shapes
+from . import activation_view, calibration, host_plan, plan_view, quant_plan, step_time, vision_shapes
 from .activation_policy import TOWER_LAYER, with_storage
 from .config import Config
 from .context_plan import mla_bytes
 from .expert_plan import assumptions
-from .flops import EFFICIENCY, TERA, forward_flops_per_token, train_flops_per_token
+from .flops import forward_flops_per_token, train_flops_per_token
 from .gradient_plan import Gradients, costs_more, equal_chunks
 from .image_load import bundled, default_load, load_assumptions
 from .log.stacks import Series
@@ -47,14 +46,13 @@ from .schedule import (
     vision_table,
 )
 from .shapes import active, count_by_kind, total
-from .traffic import rank_traffic, ring_bandwidth
+from .traffic import link_of, rank_traffic
 
 FULLY_CHECKED = 8192
 """Operations up to which the plan also runs the table's messages under every transport, in half a second."""
 
 ASSUMPTIONS = (
     "experts are evenly loaded, and every sequence is one document",
-    f"computation reaches {EFFICIENCY:.0%} of cluster.peak_tflops; the optimizer's own time is left out",
     "expert exchanges and gradient sums do not overlap with computation; pipeline messages do, and ZeRO-2's "
     "sums but for the last",
     "states are exact to padding; activations, as autograd keeps them with fast backends, are an estimate",
@@ -91,13 +89,14 @@ def plan(config: Config, world_size: int, simulated: Simulation | None = None) -
     buffers = SLOTS if config.parallel.zero == 2 else None
     check(table, rows=rows, buffers=buffers, transport=sum(map(len, table.ranks)) <= FULLY_CHECKED)
     memory = rank_memory(config, topology, cuts, table, rows, parts)
+    host = host_plan.host_ledgers(config, topology, cuts, table, rows, parts)
     traffic = rank_traffic(config, topology, cuts, table, rows, parts)
     stage_ranks = world_size // topology.pipeline
     tokens = config.run.microbatches * config.data.micro_batch_size * length * topology.data
     flops = train_flops_per_token(model, length)
-    tower = _vision_flops(config, timed) * topology.data
-    seconds = _step_seconds(config, topology, timed, traffic)
-    step = sum(seconds.values())
+    grids = timed.vision.load.grids if timed.vision else ()
+    tower = step_time.vision_flops(config, grids) * topology.data
+    step = step_time.of_simulation(config, topology, timed)
     return {
         "recipe": config.recipe,
         "world_size": world_size,
@@ -114,25 +113,30 @@ def plan(config: Config, world_size: int, simulated: Simulation | None = None) -
         },
         "memory_bytes": [memory[rank // stage_ranks] for rank in range(world_size)],
         "memory_limit_bytes": int(config.cluster.memory_gib * 2**30),
+        "host_bytes": [host[rank // stage_ranks] for rank in range(world_size)],
         "gradients": _gradients(config, topology, gradient_ledgers(config, topology, cuts, table.layout)),
         "activations": activation_view.describe(
             config, cuts, table, rows, parts, policy_costs(config, topology, cuts, rows)
         ),
         **({"context": _context(config)} if topology.context > 1 else {}),
         "traffic_bytes": {name: int(max(part[name] for part in traffic)) for name in traffic[0]},
+        "traffic_links": {name: link_of(config, topology, name) for name in traffic[0]},
         "pipeline": _pipeline(simulated, rows),
         "attn_res_rows": {**attn_res_rows(rows), "row_bytes": row_bytes(config)},
         "tokens_per_step": tokens,
-        "step_seconds": step,
-        "step_seconds_by_part": seconds,
-        "tokens_per_second": tokens / step,
-        "mfu": (flops * tokens + tower) / (step * world_size * config.cluster.peak_tflops * TERA),
+        "step_seconds": step.seconds,
+        "step_seconds_by_part": step.parts,
+        "exposed": {name: {"seconds": part, "why": why} for name, (part, why) in step.exposed.items()},
+        "tokens_per_second": step.tokens_per_second,
+        "mfu": step.mfu,
         "optimizer": _optimizer(config, flops * tokens),
         "assumptions": [
             *ASSUMPTIONS,
+            calibration.assumption(config),
             *assumptions(config, topology),
             *quant_plan.assumptions(config),
             *_vision_assumptions(config, simulated, timed),
+            *filter(None, [host_plan.warning(config, host)]),
         ],
     }
 
@@ -220,15 +224,6 @@ def _gradients(config: Config, topology: Topology, ranks: list[Gradients]) -> di
     }
 
 
-def _vision_flops(config: Config, simulated: Simulation) -> float:
-    """Of the tower's forwards and backwards in one step of one pipeline, without what is recomputed."""
-    if simulated.vision is None:
-        return 0.0
-    grids = simulated.vision.load.grids
-    once = vision_shapes.train_flops(config.vision, config.model.hidden_size, grids)
-    return config.run.microbatches * once
-
-
 def _vision_assumptions(config: Config, simulated: Simulation, timed: Simulation) -> list[str]:
     if timed.vision is None:
         return []
@@ -289,44 +284,17 @@ def _vision(vision: VisionPlan) -> dict[str, Any]:
     }
 
 
-def _step_seconds(
-    config: Config, topology: Topology, simulated: Simulation, traffic: list[dict[str, float]]
-) -> dict[str, float]:
-    """Seconds of one step: the pipeline with its expert exchanges, then what waits for its end."""
-    ranks = topology.data * topology.context
-    dense = ring_bandwidth(config, ranks, 1)
-    expert = ring_bandwidth(config, topology.expert_data, topology.expert)
-    slowest = min(dense, expert) if config.model.num_experts else dense
-    # Of ZeRO-2's sums only the last one has no backward beside it.
-    sums = sum(op.kind == REDUCE for op in simulated.timeline.table.ranks[0])
-    shares = {
-        "gradient_reduce_scatter": 1 / sums if config.parallel.zero == 2 else 1,
-        "parameter_all_gather": 1,
-        "gradient_all_reduce": 1,
-    }
-    waits = [sum(share * part.get(name, 0) for name, share in shares.items()) for part in traffic]
-    stages = ring_bandwidth(config, topology.pipeline, ranks)
-    context = max(sum(part.get(name, 0) for name in context_traffic.NAMES) for part in traffic)
-    return {
-        "pipeline": float(simulated.timeline.makespan),
-        "context": context / ring_bandwidth(config, topology.context, 1),
-        "vision_gradients": max(part.get("vision_gradient_all_reduce", 0) for part in traffic) / stages,
-        "gradients": max(waits) / slowest,
-        "balance": max(part["balance_histograms"] for part in traffic) / dense,
-    }
-
-
 def render(planned: dict[str, Any]) -> RenderableType:
     """A plan for the terminal: the model, the pipeline, memory of each kind of rank, traffic and time."""
     notes = "\n".join(f"- {line}" for line in planned["assumptions"])
     summary = Table(title=f"Plan of {planned['recipe']}", show_header=False, title_justify="left")
     for name, line in facts(planned).items():
         summary.add_row(name, line)
-    parts: list[RenderableType] = [summary]
+    parts: list[RenderableType] = [summary, plan_view.time_table(planned)]
     if planned["layout"]["pipeline"] > 1:
         parts += [_pipeline_table(planned["pipeline"]), _rows_table(planned["attn_res_rows"])]
     parts += [_memory_table(planned), *activation_view.render(planned["activations"])]
-    parts.append(_traffic_table(planned))
+    parts.append(plan_view.traffic_table(planned))
     if planned["optimizer"]["groups"]:
         parts.append(_groups_table(planned["optimizer"]))
     return Group(*parts, Text(notes, style="dim"))
@@ -338,13 +306,12 @@ def facts(planned: dict[str, Any]) -> dict[str, str]:
     sizes = planned["parameters"]
     sides = ("pipeline", "virtual", "expert", "context", "data")
     axes = ", ".join(f"{name} {layout[name]}" for name in sides)
-    spent = planned["step_seconds_by_part"].items()
-    parts = ", ".join(f"{name.replace('_', ' ')} {part:.3g} s" for name, part in spent if part)
     tower = f"; {_count(sizes['vision'])} of vision tower and projector" if sizes["vision"] else ""
     return {
         "parameters": f"{_count(sizes['total'])} total, {_count(sizes['active'])} active, without MTP{tower}",
         "layout": f"{planned['world_size']} ranks: {axes}, ZeRO-{layout['zero']}",
-        "step": f"{planned['step_seconds']:.3g} s ({parts}), {planned['tokens_per_step']:,} tokens",
+        "step": f"{planned['step_seconds']:.3g} s ({plan_view.largest(planned)}), "
+        f"{planned['tokens_per_step']:,} tokens",
         "speed": f"{planned['tokens_per_second']:,.0f} tokens/s, MFU {planned['mfu']:.1%}",
         "FLOPs": f"{_count(planned['flops']['per_token'])} for each token, forward and backward",
         "bubble": f"{pipeline['bubble_over_compute']:.1%} of compute, {pipeline['schedule']}"
@@ -453,16 +420,6 @@ def _memory_table(planned: dict[str, Any]) -> Table:
         table.add_row(kind.replace("_", " "), *(f"{held[kind] / unit:.2f}" for _, held in shown))
     table.add_section()
     table.add_row("sum", *(f"{sum(held.values()) / unit:.2f}" for _, held in shown))
-    return table
-
-
-def _traffic_table(planned: dict[str, Any]) -> Table:
-    table = Table(title="Sent by the busiest rank in a step", title_justify="left")
-    table.add_column("what", min_width=24)
-    table.add_column("MB", justify="right", min_width=8)
-    for name, size in planned["traffic_bytes"].items():
-        if size:
-            table.add_row(name.replace("_", " "), f"{size / 1e6:,.2f}")
     return table
 
 

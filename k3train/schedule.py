@@ -24,23 +24,18 @@ from parallel.pipeline.vision_fill import (
 )
 from parallel.topology import Topology, split_layers
 
-from .activation_ledger import stages as activation_stages
 from .activation_policy import LAYER, TOWER_LAYER, recomputes
 from .activation_time import Added, added
 from .config import Config
 from .errors import UserError
-from .expert_plan import pass_traffic
-from .flops import BACKWARD_OVER_FORWARD, EFFICIENCY, TERA, layer_flops, output_flops
+from .flops import BACKWARD_OVER_FORWARD
 from .image_load import ImageLoad, bundled, default_load
 from .memory import Parts, memory_for_plan, rank_memory, vision_again, vision_kept
-from .microbatch import tokens_per_microbatch
-from .traffic import exchange_seconds, hop_seconds, moe_layers
+from .operators import peak
+from .stage_time import Work, stage_work
+from .traffic import hop_seconds
 from .vision_context import assign, key_price
 from .vision_shapes import Grid, image_cost
-
-WITHOUT_WEIGHTS = ("kda_core", "mla_core", "attn_res")
-"""Sites of `flops.layer_flops` whose backward has next to no gradients of weights, which could wait."""
-
 
 Bundles = list[list[list[int]]]
 """For each micro-batch, for each part of its images: the items of that part."""
@@ -135,7 +130,7 @@ def vision_table(
         costs: of the language model's stages, seconds.
         grids: (t, h, w) of every item, by micro-batch.
         measured: mean seconds of the tower's forward and backward of a micro-batch in a run, spread over the
-            parts by FLOPs; their FLOPs at `EFFICIENCY` where left out.
+            parts by FLOPs; their FLOPs as dense products where left out.
         progress: told how far the filling of bubbles has come.
         strict: refuse a table that holds more, instead of taking the fastest one.
 
@@ -226,7 +221,7 @@ def _vision_rates(
     if measured is not None:
         mean = sum(map(sum, work)) / len(work)
         return measured[0] / mean, measured[1] / mean
-    second = 1 / (config.cluster.peak_tflops * TERA * EFFICIENCY)
+    second = 1 / peak(config, "dense_gemm")
     return second, second * (BACKWARD_OVER_FORWARD + recomputes(config, TOWER_LAYER))
 
 
@@ -239,75 +234,39 @@ def row_plan(config: Config, topology: Topology, cuts: list[range], *, vee: bool
 
 
 def stage_costs(config: Config, topology: Topology, cuts: list[range], rows: RowPlan | None = None) -> Costs:
-    """Seconds that each stage takes for a micro-batch, from its FLOPs and its expert exchanges.
+    """Seconds that each stage takes for a micro-batch: its operators and exchanges, and what a policy adds.
 
     Every message takes as long as the widest one of `rows`, the configuration's own plan where left out.
     """
     rows = rows or row_plan(config, topology, cuts)
-    forward, backward = base_costs(config, topology, cuts, layered=recomputes(config, LAYER))
-    extra = policy_costs(config, topology, cuts, rows)
-    *_, weight = stage_flops(config, cuts)
+    return costs_of(config, topology, rows, *stage_parts(config, topology, cuts, rows))
+
+
+def stage_parts(
+    config: Config, topology: Topology, cuts: list[range], rows: RowPlan
+) -> tuple[list[Work], list[Added]]:
+    """What each stage does for a micro-batch, and what the policy of activations adds."""
+    works = stage_work(config, topology, cuts, layered=recomputes(config, LAYER))
+    forward, backward = map(list, zip(*(work.seconds for work in works), strict=True))
+    return works, added(config, cuts, rows, forward, backward)
+
+
+def costs_of(
+    config: Config, topology: Topology, rows: RowPlan, works: Sequence[Work], extra: Sequence[Added]
+) -> Costs:
+    """The sums of `stage_parts`."""
+    pairs = list(zip(works, extra, strict=True))
     return Costs(
-        forward=[time + more.coding + more.waits_out for time, more in zip(forward, extra, strict=True)],
-        backward=[
-            time + more.recompute + more.coding + more.waits_back
-            for time, more in zip(backward, extra, strict=True)
-        ],
-        weight=[_token_seconds(config) * work for work in weight],
-        hop=hop_seconds(config, topology, max(map(rows.width, range(1, len(cuts))), default=0)),
+        forward=[work.seconds[0] + more.coding + more.waits_out for work, more in pairs],
+        backward=[work.seconds[1] + more.recompute + more.coding + more.waits_back for work, more in pairs],
+        weight=[work.weight for work in works],
+        hop=hop_seconds(config, topology, max(map(rows.width, range(1, len(works))), default=0)),
     )
 
 
 def policy_costs(config: Config, topology: Topology, cuts: list[range], rows: RowPlan) -> list[Added]:
     """What the policy of activations adds to each stage's operations."""
-    forward, backward = base_costs(config, topology, cuts, layered=recomputes(config, LAYER))
-    return added(config, cuts, rows, activation_stages(config, cuts, rows), forward, backward)
-
-
-def _token_seconds(config: Config) -> float:
-    """Of a FLOP of each token of a micro-batch."""
-    return tokens_per_microbatch(config) / (config.cluster.peak_tflops * TERA * EFFICIENCY)
-
-
-def base_costs(
-    config: Config, topology: Topology, cuts: list[range], *, layered: bool
-) -> tuple[list[float], list[float]]:
-    """Seconds of each stage's forward and backward; under `layered` its decoder layers are run again."""
-    token_seconds = _token_seconds(config)
-    there, back = (
-        exchange_seconds(config, topology, sum(sent.values()))
-        for sent in pass_traffic(config, topology, tokens_per_microbatch(config))
-    )
-    back += there * layered
-    layers = [moe_layers(config.model, cut) for cut in cuts]
-    flops, back_flops, _ = stage_flops(config, cuts, layered=layered)
-    forward = [token_seconds * work + n * there for work, n in zip(flops, layers, strict=True)]
-    backward = [token_seconds * work + n * back for work, n in zip(back_flops, layers, strict=True)]
-    return forward, backward
-
-
-def stage_flops(
-    config: Config, cuts: list[range], *, layered: bool = False
-) -> tuple[list[float], list[float], list[float]]:
-    """FLOPs of each stage for one token: forward, backward, the weights' part of it.
-
-    Under `layered` decoder layers are run again in backward.
-    """
-    model, length = config.model, config.data.sequence_length
-    sites = [[layer_flops(model, layer, length) for layer in cut] for cut in cuts]
-    layers = [sum(sum(spent.values()) for spent in stage) for stage in sites]
-    weight = [
-        sum(work for spent in stage for site, work in spent.items() if site not in WITHOUT_WEIGHTS)
-        for stage in sites
-    ]
-    output = output_flops(model, length)
-    forward = list(layers)
-    forward[-1] += sum(output.values())
-    weight[-1] += sum(work for site, work in output.items() if site not in WITHOUT_WEIGHTS)
-    backward = [
-        BACKWARD_OVER_FORWARD * ahead + layered * again for ahead, again in zip(forward, layers, strict=True)
-    ]
-    return forward, backward, weight
+    return stage_parts(config, topology, cuts, rows)[1]
 
 
 def simulation(

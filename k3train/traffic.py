@@ -12,6 +12,7 @@ from parallel.pipeline.rows import RowPlan
 from parallel.pipeline.table import Table
 from parallel.topology import Topology
 
+from .calibration import collective
 from .config import Config, ModelConfig
 from .context_traffic import chunk_traffic
 from .expert_plan import layer_traffic
@@ -151,33 +152,88 @@ def _histograms(config: Config, topology: Topology, entries: list[Parameter]) ->
 
 def ring_bandwidth(config: Config, size: int, stride: int) -> float:
     """Bytes a second of each of `size` ranks, `stride` apart, in rings that use the ports of all members."""
-    cluster = config.cluster
-    within = _members_in_node(config, size, stride)
-    if within == size:
-        return cluster.link_gbps * GIGA
-    return min(cluster.link_gbps, cluster.network_gbps * within) * GIGA
+    link, network = _reached(config)
+    within = _members_in_domain(config, size, stride)
+    return link if within == size else min(link, network * within)
 
 
-def exchange_seconds(config: Config, topology: Topology, sent: float) -> float:
+def collective_seconds(
+    config: Config, name: str, size: int, stride: int, sent: float, *, calls: int = 1
+) -> float:
+    """Time of `calls` collectives of kind `name`; each of `size` ranks, `stride` apart, sends `sent` bytes.
+
+    As measured, where `cluster.measured` has that kind.
+    """
+    if size == 1 or not sent:
+        return 0.0
+    if found := collective(config, name):
+        latency, bandwidth = found
+        return calls * latency + sent / bandwidth
+    return calls * _latency(config, size, stride) + sent / ring_bandwidth(config, size, stride)
+
+
+def exchange_seconds(config: Config, topology: Topology, sent: float, *, calls: int = 1) -> float:
     """Time in which expert-parallel ranks exchange `sent` bytes each: links and network carry their shares
     at once."""
     size = topology.expert
-    if size == 1:
+    if size == 1 or not sent:
         return 0.0
-    within = _members_in_node(config, size, 1)
+    if found := collective(config, "exchange"):
+        latency, bandwidth = found
+        return calls * latency + sent / bandwidth
+    link, network = _reached(config)
+    within = _members_in_domain(config, size, 1)
     peer = sent / (size - 1)
-    inside = peer * (within - 1) / config.cluster.link_gbps
-    outside = peer * (size - within) / config.cluster.network_gbps
-    return max(inside, outside) / GIGA
+    inside = peer * (within - 1) / link
+    outside = peer * (size - within) / network
+    return calls * _latency(config, size, 1) + max(inside, outside)
 
 
 def hop_seconds(config: Config, topology: Topology, width: int) -> float:
     """Time of one message of `width` rows between neighbouring stages."""
     if topology.pipeline == 1:
         return 0.0
-    return width * row_bytes(config) / ring_bandwidth(config, 2, topology.data * topology.context)
+    return collective_seconds(
+        config, "message", 2, topology.data * topology.context, width * row_bytes(config)
+    )
 
 
-def _members_in_node(config: Config, size: int, stride: int) -> int:
-    node = config.cluster.ranks_per_node or config.cluster.gpus_per_node
-    return max(1, min(size, node // stride))
+def link_class(config: Config, size: int, stride: int) -> str:
+    """What the slowest part of a group of `size` ranks, `stride` apart, goes over: none, link or network."""
+    if size == 1:
+        return "none"
+    return "link" if _members_in_domain(config, size, stride) == size else "network"
+
+
+def link_of(config: Config, topology: Topology, name: str) -> tuple[str, str]:
+    """Group in which what `rank_traffic` calls `name` travels, and its `link_class`."""
+    beside = topology.data * topology.context
+    if name == "vision_gradient_all_reduce":
+        return "pipeline", link_class(config, topology.pipeline, beside)
+    if name.startswith(("pipeline", "vision_embedding")):
+        return "pipeline", link_class(config, min(2, topology.pipeline), beside)
+    if name.startswith("expert"):
+        return "expert", link_class(config, topology.expert, 1)
+    if name.startswith(("context", "vision")):
+        return "context", link_class(config, topology.context, 1)
+    return "data", link_class(config, beside, 1)
+
+
+def _reached(config: Config) -> tuple[float, float]:
+    """Bytes a second that collectives reach over links and over the network."""
+    cluster = config.cluster
+    link = cluster.link_gbps * cluster.efficiency.link
+    return link * GIGA, cluster.network_gbps * cluster.efficiency.network * GIGA
+
+
+def _latency(config: Config, size: int, stride: int) -> float:
+    cluster = config.cluster
+    inside = link_class(config, size, stride) == "link"
+    return 1e-6 * (cluster.link_latency_us if inside else cluster.network_latency_us)
+
+
+def _members_in_domain(config: Config, size: int, stride: int) -> int:
+    """Members of a group that links join."""
+    cluster = config.cluster
+    domain = max(cluster.ranks_per_node or cluster.gpus_per_node, cluster.link_domain or 0)
+    return max(1, min(size, domain // stride))

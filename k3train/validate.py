@@ -13,11 +13,12 @@ from typing import Any, NoReturn
 from . import compatibility, initial
 from .activation_checks import check_disk, check_policy
 from .checkpoint.folders import available
-from .config import Config, fixed_keys, flatten
+from .config import Config, flatten
 from .config_file import load_yaml
 from .curriculum import may_change
 from .errors import UserError
 from .quant.formats import BLOCK, FORMATS, PRODUCTS, ROUNDINGS, native_refusal
+from .resume import changes, fixed_keys, refuse_batch, shown
 
 Check = Callable[[Config, int], None]
 
@@ -25,7 +26,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "run.device": ("auto", "cpu", "cuda"),
     "model.dtype": ("float32", "bfloat16"),
     "model.mtp_layers": (0, 1),
-    "model.backends.kda": ("auto", "fla", "chunk", "recurrent"),
+    "model.backends.kda": ("auto", "fla", "chunk", "recurrent", "triton"),
     "model.backends.short_conv": ("auto", "fla", "shift", "reference"),
     "model.backends.attn_res": ("auto", "fla", "lean", "reference"),
     "model.backends.situ": ("auto", "triton", "lean", "reference"),
@@ -43,6 +44,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "offload.gradients": ("device", "host", "nvme"),
     "offload.optimizer": ("device", "host", "nvme"),
     "offload.on_failure": ("fallback", "stop"),
+    "checkpoint.when_busy": ("wait", "skip"),
     "parallel.expert.dispatcher": ("alltoall", "moonep"),
     "parallel.expert.policy": ("fill", "eplb", "none"),
     "parallel.expert.transport": ("auto", "collective", "peer"),
@@ -72,6 +74,7 @@ AT_LEAST: dict[str, float] = {
             "run.seed", "model.qk_extra_head_dim", "model.num_experts", "model.num_shared_experts",
             "model.num_dense_layers", "model.mtp_loss_weight", "optim.lr", "optim.weight_decay",
             "optim.clip_norm", "optim.qk_clip", "eval.every", "checkpoint.every", "checkpoint.keep",
+            "checkpoint.keep_every",
             "log.trace_steps", "log.routing_steps",
         ),
         0,
@@ -95,18 +98,35 @@ AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("parallel.expert.slots", "parallel.expert.eplb_every"), 1),
     "parallel.expert.eplb_copies": 0,
     "parallel.microbatch_group": 1,
+    "checkpoint.local_keep": 1,
     **dict.fromkeys(("offload.window_mib", "offload.inflight_mib", "offload.recompute_layers"), 1),
     **dict.fromkeys(("offload.min_kib", "offload.host_gb", "offload.peer_gb", "offload.nvme_gb"), 0),
     **dict.fromkeys(("parallel.data", "optim.muon_steps", "eval.batches", "log.every"), 1),
-    **dict.fromkeys(("cluster.nodes", "cluster.ranks_per_node", "cluster.gpus_per_node"), 1),
+    **dict.fromkeys(("cluster.nodes", "cluster.ranks_per_node", "cluster.gpus_per_node", "cluster.gpus"), 1),
+    "cluster.link_domain": 1,
     **dict.fromkeys(("cluster.signal_seconds", "cluster.restarts"), 0),
+    **dict.fromkeys(("fault.hang_seconds", "fault.hang_steps", "fault.start_seconds"), 0),
+    **dict.fromkeys(("fault.max_restarts", "fault.straggler_ratio", "fault.health_skew_seconds"), 0),
+    **dict.fromkeys(("fault.spike.floor", "fault.spike.rollbacks"), 0),
+    **dict.fromkeys(("fault.straggler_reports", "fault.spike.steps"), 1),
+    **dict.fromkeys(
+        (
+            "log.prometheus_port", "log.alerts.loss_spike", "log.alerts.imbalance", "log.alerts.stall",
+            "log.alerts.nonfinite", "log.alerts.disk_gib", "log.alerts.checkpoint_minutes",
+        ),
+        0,
+    ),
+    "log.alerts.lines": 1,
+    **dict.fromkeys(("fault.spike.threshold", "fault.spike.window"), 4),
+    **dict.fromkeys(("cluster.launch_us", "cluster.link_latency_us", "cluster.network_latency_us"), 0),
 }  # fmt: skip
 
 ABOVE_ZERO = (
     "model.routed_scaling_factor", "model.situ_beta", "model.situ_linear_beta", "model.norm_eps",
     "model.mla_norm_eps", "model.init_std", "optim.eps", "parallel.timeout_minutes", "cluster.peak_tflops",
     "cluster.memory_gib", "cluster.link_gbps", "cluster.network_gbps", "cluster.memory_gbps",
-    "cluster.host_gbps", "cluster.nvme_write_gbps", "cluster.nvme_read_gbps",
+    "cluster.host_gib", "cluster.host_gbps", "cluster.nvme_write_gbps", "cluster.nvme_read_gbps",
+    "cluster.storage_gbps",
     "vision.rope_theta", "vision.norm_eps", "vision.projector_norm_eps",
 )  # fmt: skip
 
@@ -120,6 +140,8 @@ BETWEEN: dict[str, tuple[float, float, bool]] = {
     "optim.beta1": (0.0, 1.0, False),
     "optim.beta2": (0.0, 1.0, False),
     "optim.muon_momentum": (0.0, 1.0, False),
+    "fault.health_slow": (0.0, 1.0, False),
+    "log.alerts.clear": (0.0, 1.0, True),
 }
 
 # Keys that some sources alone read.
@@ -140,7 +162,7 @@ def validate(config: Config, world_size: int, *, inputs: bool = True) -> None:
     """
     checks: list[Check] = [
         _numbers_are_finite, _choices, _ranges, _features, _pipeline, _context, _offload, _ranks, _experts,
-        _model, _quant, _vision, _optim, _data, _cluster, check_policy,
+        _model, _quant, _vision, _optim, _data, _cluster, _faults, _log, check_policy,
     ]  # fmt: skip
     if inputs:
         checks += [_initial, _tokenizer, _corpora, _run_folder, _same_run, check_disk]
@@ -149,13 +171,7 @@ def validate(config: Config, world_size: int, *, inputs: bool = True) -> None:
 
 
 def _refuse(config: Config, key: str, reason: str) -> NoReturn:
-    raise UserError(f"{key}={_shown(flatten(config)[key])}: {reason}")
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        return "[" + ",".join(map(str, value)) + "]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    raise UserError(f"{key}={shown(flatten(config)[key])}: {reason}")
 
 
 def _listed(values: Sequence[Any]) -> str:
@@ -181,7 +197,7 @@ def _ranges(config: Config, world_size: int) -> None:
         if values[key] is not None and values[key] < least:
             _refuse(config, key, f"must be at least {least}")
     for key in ABOVE_ZERO:
-        if values[key] <= 0:
+        if values[key] is not None and values[key] <= 0:
             _refuse(config, key, "must be above 0")
     for key, (low, high, closed) in BETWEEN.items():
         if not low <= values[key] < high and not (closed and values[key] == high):
@@ -195,11 +211,11 @@ def _ranges(config: Config, world_size: int) -> None:
 
 
 def _features(config: Config, world_size: int) -> None:
-    for entry in compatibility.REFUSALS:
+    entry = compatibility.clash(config)
+    if entry is not None:
         first, second = compatibility.find(entry.first), compatibility.find(entry.second)
-        if first.active(config) and second.active(config):
-            other = "" if first is second else f" with {second.key}={_shown(flatten(config)[second.key])}"
-            _refuse(config, first.key, f"refused{other}: {entry.why}" if other else entry.why)
+        other = "" if first is second else f" with {second.key}={shown(flatten(config)[second.key])}"
+        _refuse(config, first.key, f"refused{other}: {entry.why}" if other else entry.why)
 
 
 def _pipeline(config: Config, world_size: int) -> None:
@@ -401,8 +417,37 @@ def _cluster(config: Config, world_size: int) -> None:
         per_node = cluster.ranks_per_node
         reason = f"x cluster.ranks_per_node={per_node} ranks, but the layout has {world_size}"
         _refuse(config, "cluster.nodes", reason)
+    if cluster.gpus not in (None, world_size):
+        reason = f"the layout has {world_size} ranks; `k3train plan search` finds one for so many GPUs"
+        _refuse(config, "cluster.gpus", reason)
     if not re.fullmatch(r"(\d+-)?\d{1,2}:\d{2}:\d{2}", cluster.time_limit):
         _refuse(config, "cluster.time_limit", "write HH:MM:SS or DAYS-HH:MM:SS")
+
+
+def _log(config: Config, world_size: int) -> None:
+    log = config.log
+    if 0 < log.prometheus_port < 1024 or log.prometheus_port > 65535:
+        _refuse(config, "log.prometheus_port", "must be from 1024 to 65535, or 0 for none")
+    if log.prometheus_port and not log.prometheus_host.strip():
+        _refuse(config, "log.prometheus_host", "name an address; 127.0.0.1 is this machine alone")
+    name = log.alerts.webhook_env
+    if name is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        # Not shown: what was meant may be the URL, which is a secret.
+        reason = (
+            "is the name of an environment variable, letters, digits and _; put the URL into that variable"
+        )
+        raise UserError(f"log.alerts.webhook_env: {reason}")
+
+
+def _faults(config: Config, world_size: int) -> None:
+    fault = config.fault
+    if 0 < fault.straggler_ratio <= 1:
+        _refuse(
+            config, "fault.straggler_ratio", "a rank is slow above 1; use more than 1, or 0 for no report"
+        )
+    if fault.spike.threshold is not None and not config.checkpoint.every:
+        reason = "goes back to a checkpoint, and checkpoint.every=0 makes none on the way"
+        _refuse(config, "fault.spike.threshold", reason)
 
 
 def _corpora(config: Config, world_size: int) -> None:
@@ -482,6 +527,8 @@ def _initial(config: Config, world_size: int) -> None:
 
 
 def _run_folder(config: Config, world_size: int) -> None:
+    if config.checkpoint.local_dir is not None and not config.checkpoint.local_dir.strip():
+        _refuse(config, "checkpoint.local_dir", "it is empty; name a folder on a disk of each node, or null")
     if not config.run.dir.strip():
         _refuse(config, "run.dir", "it is empty; name a folder")
     folder = Path(config.run.dir).expanduser().absolute()
@@ -511,10 +558,11 @@ def _same_run(config: Config, world_size: int) -> None:
     if not saved.is_file():
         return
     found = load_yaml(saved)
-    before, border = fixed_keys(found), found.curriculum.stage != config.curriculum.stage
-    for key, value in fixed_keys(config).items():
-        if value != before[key] and not (border and may_change(key)):
-            reason = (
-                f"the run in {config.run.dir} has {_shown(before[key])}; keep that, or set another run.dir"
-            )
-            _refuse(config, key, reason)
+    border = found.curriculum.stage != config.curriculum.stage
+    before, now = fixed_keys(found), fixed_keys(config)
+    layout, refused = changes(before, now, lambda key: border and may_change(key))
+    for change in refused:
+        reason = f"the run in {config.run.dir} has {shown(change.before)}; keep that, or set another run.dir"
+        _refuse(config, change.key, reason)
+    if layout:
+        refuse_batch(f"the run in {config.run.dir}", before, now)

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from .config import Config
-from .flops import EFFICIENCY, TERA
+from .flops import TERA
 from .microbatch import element_bytes
 from .vision_config import VisionConfig
 from .vision_shapes import Grid, attention_channels, check_grid, image_cost, patches, tokens
@@ -183,7 +183,7 @@ def key_price(config: Config) -> float:
     within = context <= (cluster.ranks_per_node or cluster.gpus_per_node)
     bandwidth = 1e9 * (cluster.link_gbps if within else cluster.network_gbps)
     received = key_bytes(vision, element_bytes(config.model))
-    return received / bandwidth * cluster.peak_tflops * TERA * EFFICIENCY
+    return received / bandwidth * cluster.peak_tflops * TERA * cluster.efficiency.dense_gemm
 
 
 def key_bytes(vision: VisionConfig, element: int) -> int:

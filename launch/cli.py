@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from k3train.errors import UserError
 
 HELP_FLAGS = ("-h", "--help", "help")
-VERBS = ("train", "plan", "doctor", "data", "convert", "sample", "eval", "report", "launch")
+VERBS = (
+    "train", "plan", "bench", "doctor", "data", "convert", "sample", "eval", "report", "checkpoint", "launch",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

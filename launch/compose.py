@@ -18,7 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf, open_dict
 
-from k3train import curriculum
+from k3train import calibration, curriculum
 from k3train.activation_policy import TOWER_LAYER, policy_of, with_storage
 from k3train.checkpoint import manifest
 from k3train.checkpoint.folders import available, complete
@@ -59,6 +59,10 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     assert isinstance(config, Config)
     given = {override.key_or_group for override in parse(overrides)}
     _follow_budget(config, given)
+    if config.cluster.calibration is not None:
+        config.cluster = calibration.apply(
+            config.cluster, calibration.read(config.cluster.calibration), given
+        )
     config.offload.resolved = rules(config, given)
     return _follow_vision(_follow_pipeline(follow(config, given), given), given)
 

@@ -100,11 +100,21 @@ PACKAGES = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what was found; 0 when k3train can train here, else 1. `--json` prints one JSON object."""
-    unknown = [argument for argument in arguments if argument != "--json"]
-    if unknown:
-        raise UserError(f"doctor: {unknown[0]} is no option of it; valid is --json")
-    as_json = "--json" in arguments
+    """Print what was found; 0 when k3train can train here, else 1. `--json` prints one JSON object.
+
+    With `--health` the machine is tried out instead, as before a run with `fault.health`; 0 or 4.
+    """
+    as_json, tries = "--json" in arguments, "--health" in arguments
+    folders = [argument.removeprefix("folder=") for argument in arguments if argument.startswith("folder=")]
+    for argument in arguments:
+        if argument not in ("--json", "--health") and not (tries and argument.startswith("folder=")):
+            raise UserError(
+                f"doctor: {argument} is no option of it; valid are --json and --health [folder=PATH]"
+            )
+    if tries:
+        from . import health
+
+        return health.main(folders[-1] if folders else None, as_json)
     host, packages = machine(), [find(package) for package in PACKAGES]
     if not as_json:
         print(_machine_text(host), _packages_text(packages), sep="\n\n", end="\n\n", flush=True)

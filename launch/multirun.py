@@ -15,6 +15,7 @@ from types import FrameType
 from hydra.core.override_parser.types import Override
 
 from k3train.errors import UserError
+from k3train.exit_status import DONE, SAVED
 from k3train.train.signals import STOP_SIGNALS
 
 from .compose import ready
@@ -40,7 +41,7 @@ def sweep(arguments: Sequence[str]) -> int:
     stopped = _run_all(jobs)
     print(summary(jobs))
     done = [job for job in jobs if job.code is not None]
-    return 0 if all(job.code == 0 for job in done) and (stopped or len(done) == len(jobs)) else 1
+    return 0 if all(job.code in (DONE, SAVED) for job in done) and (stopped or len(done) == len(jobs)) else 1
 
 
 def plan_jobs(arguments: Sequence[str]) -> list[Job]:
@@ -63,7 +64,7 @@ def summary(jobs: Sequence[Job]) -> str:
     """A line for each run: how it ended, its last loss, what was swept, and where it is."""
     rows = [("", "ended", "loss", "overrides", "folder")]
     for number, job in enumerate(jobs):
-        ended = {None: "not started", 0: "done"}.get(job.code, f"failed ({job.code})")
+        ended = {None: "not started", DONE: "done", SAVED: "saved"}.get(job.code, f"failed ({job.code})")
         rows.append((str(number), ended, _last_loss(job.folder), job.swept, job.folder))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

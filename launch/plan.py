@@ -13,9 +13,10 @@ from k3train.config import Config
 from k3train.curriculum_view import render_stages
 from k3train.errors import UserError
 from k3train.image_load import FORM, stated_load
-from k3train.log import stacks
+from k3train.log import plan_page, stacks
 from k3train.log.timeline import Recording, median_costs, read, vision_seconds
 from k3train.plan import facts, layout_of, plan, render, step_series
+from k3train.plan_view import shown_parts, traffic_rows
 from k3train.schedule import Simulation, simulation
 from parallel.pipeline import draw
 from parallel.pipeline.vision_fill import INNER_PARTS, Progress
@@ -26,7 +27,7 @@ from .schema import keys
 
 OPTIONS = {
     "out": "a folder",
-    "costs": "flops or uniform",
+    "costs": "entry or uniform",
     "costs.from": "a run folder",
     "costs.tiers": "the JSON file of benchmarks/offload_tiers.py",
     "schedule": "a name",
@@ -41,13 +42,21 @@ LONG, LONG_FILL = 150_000, 60_000
 
 def main(arguments: Sequence[str]) -> int:
     """Print the plan, with --json as one JSON object; with out= also write the timeline's pictures."""
+    if "--rehearse" in arguments:
+        from . import rehearse
+
+        return rehearse.main(arguments)
+    if arguments[:1] == ["search"]:
+        from . import plan_search
+
+        return plan_search.main(arguments[1:])
     options, overrides = _split([argument for argument in arguments if argument != "--json"])
     if "costs.tiers" in options:
         overrides += measured_tiers(Path(options["costs.tiers"]))
     found = ready_stages(overrides, inputs=False, from_start=True)
     if found[0].curriculum.stage is not None and "stage" not in options:
         return _stages(found, options, "--json" in arguments)
-    config = _stage(found, options.get("stage"))
+    config = stage_named(found, options.get("stage"))
     recording = _recording(config, options["costs.from"]) if "costs.from" in options else None
     with _patience(config) as progress:
         simulated = _simulation(config, options, recording, progress)
@@ -70,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _stage(found: Sequence[Config], name: str | None) -> Config:
+def stage_named(found: Sequence[Config], name: str | None) -> Config:
     """The stage of that name. Raises UserError where there is none."""
     names = [config.curriculum.stage or "" for config in found]
     if name is None or name in names:
@@ -153,6 +162,10 @@ def _pictures(
         "timeline.html": draw.html(both, list(facts(result).items()), unit=unit, more=more).encode(),
         "timeline.trace.json": json.dumps(draw.chrome_trace(timeline, unit=unit)).encode(),
     }
+    drawn = {name: draw.svg(each, unit=unit, inline=True) for name, each in both.items()} | more
+    contents["plan.html"] = plan_page.page(
+        result, facts(result), shown_parts(result), traffic_rows(result), drawn
+    ).encode()
     if memory:
         contents["activations.svg"] = held.encode()
     try:
@@ -192,9 +205,9 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 def _simulation(
     config: Config, options: dict[str, str], recording: Recording | None, progress: Progress | None
 ) -> Simulation:
-    costs = options.get("costs", "flops")
-    if costs not in ("flops", "uniform"):
-        raise UserError(f"costs={costs}: no such costs; valid are flops, uniform, or costs.from=RUN")
+    costs = options.get("costs", "entry")
+    if costs not in ("entry", "uniform"):
+        raise UserError(f"costs={costs}: no such costs; valid are entry, uniform, or costs.from=RUN")
     if "costs" in options and recording is not None:
         raise UserError(f"costs={costs}: stands beside costs.from={options['costs.from']}; leave one out")
     if "images" in options and (costs == "uniform" or recording is not None):

@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from k3train.exit_status import DONE, FINAL, SAVED
+
 from . import torchrun
 from .compose import compose
 from .finished import is_finished
@@ -17,17 +19,19 @@ from .finished import is_finished
 STOPPED = 143
 """Saved before the last step: what a process killed by SIGTERM ends with."""
 FAILED = 138
-"""Anything but a refusal; a new attempt may succeed."""
+"""Anything that a new attempt may not meet again: a lost rank, a hang, a machine that failed its checks."""
 ENTRY = "launch.train"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0 complete, 2 refused, STOPPED or FAILED."""
+    """0 complete; a final status as it is; STOPPED or FAILED."""
     code = torchrun.run(arguments)
-    if code == 0:
+    if code == DONE:
         overrides = arguments[arguments.index(ENTRY) + 1 :]
-        return 0 if is_finished(compose(overrides)) else STOPPED
-    return code if code == 2 else FAILED
+        return DONE if is_finished(compose(overrides)) else STOPPED
+    if code == SAVED:
+        return STOPPED
+    return code if code in FINAL else FAILED
 
 
 if __name__ == "__main__":

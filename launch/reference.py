@@ -1,4 +1,7 @@
-"""Writes docs/configuration.md, the flat reference of every key: `python -m launch.reference [--check]`."""
+"""Writes what docs/ has of the code: the reference of every key, recipes, commands and pictures.
+
+`python -m launch.reference` writes them, with `--check` it says what is out of date.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from k3train.compatibility import markdown
+from k3train.log.grafana import dashboard_text
 
 from .groups import POLICIES, groups, policies, summary
+from .pages import commands, recipes
+from .pictures import pictures
 from .schema import Key, keys, sections
 
 TARGET = Path("docs/configuration.md")
@@ -24,16 +30,28 @@ The defaults are those of the schema; a recipe and the files it chooses may set 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page, or with --check say whether it is up to date."""
-    text = page()
+    """Write the files, or with --check say whether they are up to date."""
+    files = generated()
     if "--check" not in arguments:
-        TARGET.parent.mkdir(exist_ok=True)
-        TARGET.write_text(text)
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
         return 0
-    if not TARGET.is_file() or TARGET.read_text() != text:
-        print(f"{TARGET} is out of date; run `python -m launch.reference`", file=sys.stderr)
-        return 1
-    return 0
+    stale = [path for path, text in files.items() if not path.is_file() or path.read_text() != text]
+    for path in stale:
+        print(f"{path} is out of date; run `python -m launch.reference`", file=sys.stderr)
+    return int(bool(stale))
+
+
+def generated() -> dict[Path, str]:
+    """Every file under docs/ that follows from the code, and what it should hold."""
+    drawn = {TARGET.parent / "pictures" / name: text for name, text in pictures().items()}
+    return {
+        TARGET: page(),
+        TARGET.with_name("recipes.md"): recipes(),
+        TARGET.with_name("commands.md"): commands(),
+        TARGET.parent / "grafana/k3train.json": dashboard_text(),
+    } | drawn
 
 
 def page() -> str:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from k3train import alert_config, fault_config, hardware_config, vision_config
 from k3train import config as config_module
-from k3train import vision_config
 from k3train.config import Config
 
 
@@ -78,7 +78,8 @@ def _default(entry: dataclasses.Field[Any]) -> Any:
 def _meanings() -> dict[tuple[str, str], str]:
     """(class, field) -> the string literal that follows the field in the source."""
     found: dict[tuple[str, str], str] = {}
-    sources = (inspect.getsource(module) for module in (config_module, vision_config))
+    modules = (config_module, alert_config, fault_config, hardware_config, vision_config)
+    sources = map(inspect.getsource, modules)
     for cls in (node for source in sources for node in ast.parse(source).body):
         if not isinstance(cls, ast.ClassDef):
             continue

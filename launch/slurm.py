@@ -2,8 +2,9 @@
 
 The batch script is for `sbatch`, from the folder that holds the project. Slurm signals the batch shell
 `cluster.signal_seconds` ahead of the limit; the shell passes the signal to `srun`, which delivers it to the
-agent on every node, which forwards it to its ranks. They save and end with status 0, and the job is requeued.
-The checkpoint of the last step tells a run that is complete from one that was stopped.
+agent on every node, which forwards it to its ranks. They save and end with status 75, and the job is
+requeued; so is one that has hung or lost a rank, `cluster.restarts` times, and never one that would end the
+same way. The checkpoint of the last step tells a run that is complete from one that was stopped.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from k3train.config import Config
 from k3train.errors import UserError
+from k3train.exit_status import FINAL, SAVED
 
 from .finished import last_checkpoint
 
@@ -44,7 +46,12 @@ while [ -n "$signalled" ]; do
     wait "$step"
     status=$?
 done
-if [ -n "$limit_is_near" ] && [ "$status" -eq 0 ] && [ ! -d {last_checkpoint} ]; then
+case "$status" in
+    0 | {final}) again= ;;
+    {saved}) again=1 ;;
+    *) [ -z "$limit_is_near" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ] && again=1 || again= ;;
+esac
+if [ -n "$again" ] && [ ! -d {last_checkpoint} ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"
@@ -68,6 +75,9 @@ def render(config: Config, overrides: Sequence[str]) -> str:
         environment="\n".join(exports),
         node="\n".join([*config.cluster.setup, _agent(config, overrides)]),
         srun=" ".join(_srun_options(config)),
+        final=" | ".join(map(str, FINAL)),
+        saved=SAVED,
+        restarts=config.cluster.restarts,
         last_checkpoint=shlex.quote(str(last_checkpoint(config))),
     )
     return "\n".join(["#!/bin/bash", *_directives(config), "", body])

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from k3train.config import Config
 from k3train.errors import UserError
+from k3train.exit_status import DONE, FAILED, REFUSED, SAVED
 
 from . import status
 from .compose import ready_stages
@@ -47,17 +48,21 @@ def worker(arguments: Sequence[str]) -> int:
     if heard:
         follow_parent(signal.SIGTERM)
     message = ""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        # Started again, it goes on with what it has left, a run that was to begin afresh too.
+        arguments = [*arguments, "run.resume=true"]
     try:
         code = _train(ready_stages(arguments), arguments)
     except UserError as error:
-        code, message = 2, str(error)
+        code, message = REFUSED, str(error)
         if not heard:
             print(f"k3train: {message}", file=sys.stderr)
     except Exception:
-        code = 1
+        code = FAILED
         traceback.print_exc()
     status.write(status.WorkerStatus(rank, os.getpid(), code, message))
-    return code
+    # Any other status is a failure to torchrun, which would end the ranks that are not through yet.
+    return DONE if code == SAVED else code
 
 
 def _train(stages: list[Config], arguments: Sequence[str]) -> int:

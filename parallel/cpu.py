@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 FACTORIES = ("tensor", "zeros")
 
@@ -59,23 +60,27 @@ def enable_cpu() -> bool:
 
 
 def _redirect_devices() -> None:
-    """Tensors that megatron-core asks for on "cuda" or on the current device are made on the CPU."""
-    cpu = torch.device("cpu")
-    # Buffers, pipeline payloads and all-to-all outputs are made on the current device.
-    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
+    """Tensors that megatron-core asks for on "cuda" or on the current device are made on the default one.
 
-    def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    That is the CPU, unless a rehearsal says meta.
+    """
+    # Buffers, pipeline payloads and all-to-all outputs are made on the current device.
+    torch.cuda.current_device = torch.get_default_device  # type: ignore[assignment]
+
+    def on_default(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(factory)
         def make(*args: Any, **kwargs: Any) -> torch.Tensor:
             if str(kwargs.get("device", "")).startswith("cuda"):
-                kwargs["device"] = cpu
+                kwargs["device"] = torch.get_default_device()
             return factory(*args, **kwargs)
 
         return make
 
+    # Torch lists what obeys a default device when first asked: the originals, before they are wrapped.
+    _device_constructors()
     # The schedules' token counts and the optimizers' scales have device="cuda" written out.
     for name in FACTORIES:
-        setattr(torch, name, on_cpu(getattr(torch, name)))
+        setattr(torch, name, on_default(getattr(torch, name)))
 
 
 def _still_streams() -> None:
@@ -102,7 +107,7 @@ def _answer_cuda_types() -> None:
 
     def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, *args, **kwargs)
-        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+        return f"torch.cuda.{answer.rpartition('.')[2]}" if isinstance(answer, str) else answer
 
     torch.Tensor.type = cuda_type  # type: ignore[method-assign,assignment]
 

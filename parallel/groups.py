@@ -60,7 +60,7 @@ def initialize(topology: Topology, *, device: str = "auto", timeout_minutes: flo
         timeout=datetime.timedelta(minutes=timeout_minutes),
         device_id=place if place.type == "cuda" else None,
     )
-    return _divide(topology, place, rank, timeout_minutes, seed)
+    return divide(topology, place, rank, timeout_minutes, seed)
 
 
 def regroup(groups: Groups, topology: Topology, *, timeout_minutes: float, seed: int) -> Groups:
@@ -79,11 +79,11 @@ def regroup(groups: Groups, topology: Topology, *, timeout_minutes: float, seed:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    return _divide(topology, groups.device, groups.rank, timeout_minutes, seed)
+    return divide(topology, groups.device, groups.rank, timeout_minutes, seed)
 
 
-def _divide(topology: Topology, place: torch.device, rank: int, timeout_minutes: float, seed: int) -> Groups:
-    """megatron-core's groups over all ranks."""
+def divide(topology: Topology, place: torch.device, rank: int, timeout_minutes: float, seed: int) -> Groups:
+    """megatron-core's groups over all ranks, which torch.distributed knows already."""
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=topology.pipeline,
         # megatron-core's own schedules know several chunks on several pipeline ranks only.
@@ -101,10 +101,10 @@ def _divide(topology: Topology, place: torch.device, rank: int, timeout_minutes:
 def second_expert_group(groups: Groups) -> dist.ProcessGroup | None:
     """A communicator of its own over this rank's expert-parallel ranks, for transfers beside the first's.
 
-    None on a CPU and where no rank shares its experts. A collective over all ranks of the run: NCCL splits
-    communicators off the one of all ranks, whether they belong to the new one or not.
+    None on a CPU and where no rank shares its experts; a rehearsal makes it as GPUs do. A collective over all
+    ranks of the run: NCCL splits communicators off the one of all ranks, whether they belong to it or not.
     """
-    if groups.device.type != "cuda" or groups.topology.expert == 1:
+    if groups.device.type == "cpu" or groups.topology.expert == 1:
         return None
     found: dist.ProcessGroup | None = None
     for ranks in groups.topology.groups("expert"):

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -21,6 +22,8 @@ from launch.groups import groups
 from launch.help import VERBS
 from launch.multirun import plan_jobs
 from launch.plan import OPTIONS as PLAN_OPTIONS
+from launch.plan_search import OPTIONS as SEARCH_OPTIONS
+from launch.rehearse import OPTIONS as REHEARSAL_OPTIONS
 from launch.sample import OPTIONS
 from launch.schema import keys, sections
 from tests.dist.launch import free_port
@@ -87,6 +90,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text/valid.txt").write_text("def g(): return 2\n" * 20)
     (trained,) = [line for line in dry_run("make train").splitlines() if "k3train train" in line]
     k3train([*words(trained)[1:], "run.steps=2", *SMALL], folder)
+    shutil.copytree(folder / "runs/tiny", folder / "runs/other")
     for line in commands(README):
         if line.startswith("k3train data prepare"):
             k3train(words(line)[1:], folder)
@@ -174,7 +178,9 @@ def runs_or_composes(arguments: list[str]) -> None:
     elif verb == "sample":
         assert {word.partition("=")[0] for word in rest[1:]} <= OPTIONS.keys()
     else:
-        assert cli.main(arguments) == 0
+        # What takes a minute or two has a quick form.
+        quick = ["--quick"] if verb == "bench" else []
+        assert cli.main([*arguments, *quick]) == 0
 
 
 def takes_its_options(arguments: list[str]) -> None:
@@ -221,7 +227,11 @@ def names_something(word: str) -> bool:
     if equals and re.fullmatch(r"[a-z_.]+", key):
         if key in groups():
             return value in groups()[key] or value.isupper()
-        return key in keys() or key in OPTIONS or key in PLAN_OPTIONS or is_free(key)
+        return (
+            key in keys()
+            or key in (*OPTIONS, *PLAN_OPTIONS, *SEARCH_OPTIONS, *REHEARSAL_OPTIONS)
+            or is_free(key)
+        )
     if re.fullmatch(r"[a-z]+(\.[a-z_0-9]+)+", word) and word.partition(".")[0] in sections():
         return word in keys() or word in sections()
     if word.partition("/")[0] in ROOMS and "/" in word and "<" not in word:

@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import UserError
@@ -43,17 +44,37 @@ def clean(root: Path) -> list[str]:
     """Remove what an interrupted save or removal left behind and return its names."""
     left = [entry for entry in root.iterdir() if entry.suffix in (PARTIAL, REMOVING)] if root.is_dir() else []
     for entry in left:
-        shutil.rmtree(entry)
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     return sorted(entry.name for entry in left)
 
 
-def prune(root: Path, keep: int, newest: int) -> None:
-    """Of the complete checkpoints up to step `newest`, remove all but the last `keep`; 0 keeps all.
+def publish(folder: Path, root: Path, step: int) -> Path:
+    """Make a folder the complete checkpoint of a step; its path."""
+    target = complete(root, step)
+    if target.exists():
+        remove(target)
+    folder.rename(target)
+    sync(root)
+    return target
+
+
+def surplus(steps: Iterable[int], keep: int, keep_every: int = 0) -> list[int]:
+    """Of the steps that have checkpoints, those that need not stay, ascending.
+
+    Args:
+        keep: newest ones that stay; 0 keeps all.
+        keep_every: multiples of it stay too; 0: none for that.
+    """
+    older = sorted(steps)[: -keep or None] if keep else []
+    return [step for step in older if not keep_every or step % keep_every]
+
+
+def prune(root: Path, keep: int, newest: int, keep_every: int = 0) -> None:
+    """Of the complete checkpoints up to step `newest`, remove those that are `surplus`.
 
     Later ones were found damaged: they must not push out what can be loaded.
     """
-    steps = [step for step in available(root) if step <= newest]
-    for step in steps[: -keep or None] if keep else []:
+    for step in surplus([step for step in available(root) if step <= newest], keep, keep_every):
         remove(complete(root, step))
 
 
@@ -88,6 +109,12 @@ def check_writable(folder: Path, need_bytes: int) -> None:
             f"{folder} has {free / 1e9:.1f} GB free and a checkpoint needs {need_bytes / 1e9:.1f} GB; "
             "free some space, set run.dir to another disk or lower checkpoint.keep"
         )
+
+
+def unlock(descriptor: int | None) -> None:
+    """Let others into what `lock_folder` kept them out of."""
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 def lock_folder(folder: Path) -> int | None:

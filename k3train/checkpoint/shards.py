@@ -8,13 +8,15 @@ Ranks report through files in the checkpoint's folder, so that nothing after the
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import pickle
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -26,13 +28,53 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from . import manifest
 
 Bucket = tuple[Path, str, tuple[list[Any], list[Any]]]
 """Path and name of a file, and its (item, object) and (item, tensor) pairs, as megatron-core writes them."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank has written: what megatron-core wants to remember of each item, and files' checksums."""
+
+    results: list[WriteResult]
+    files: dict[str, list[Any]]
+    """Name -> [bytes, SHA-256]."""
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        items = [
+            [
+                result.index.fqn,
+                None if result.index.offset is None else list(result.index.offset),
+                result.index.index,
+                result.size_in_bytes,
+                result.storage_data.relative_path,
+                result.storage_data.offset,
+                result.storage_data.length,
+            ]
+            for result in self.results
+        ]
+        return {"items": items, "files": self.files}
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Report:
+        """What `plain` made this of."""
+        results = [
+            WriteResult(
+                MetadataIndex(name, None if place is None else torch.Size(place), index),
+                size,
+                _StorageInfo(path, offset, length),
+            )
+            for name, place, index, size, path, offset, length in plain["items"]
+        ]
+        return cls(results, plain["files"])
 
 
 class _Snapshot(FileSystemWriterAsync):
@@ -86,13 +128,20 @@ class _PlannedSave(TorchDistSaveShardedStrategy):
 
 
 class ShardWriter:
-    """Writes one rank's files of one checkpoint into a folder that rank 0 has made."""
+    """Writes one rank's files of one checkpoint into a folder that another rank has made.
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    Args:
+        keep_open: leave the file open for reading in `opened`, wherever its folder is moved.
+    """
+
+    def __init__(self, folder: Path, rank: int, keep_open: bool = False) -> None:
         self.folder = folder
         self.rank = rank
+        self.keep_open = keep_open
+        self.opened: BinaryIO | None = None
+        self.metadata: Any = None
+        """On rank 0, once planned: the table of all tensors, without where they lie."""
         self._snapshot: _Snapshot | None = None
-        self._metadata: Any = None
 
     def begin(self) -> None:
         """Mark this rank as writing; the mark's disappearance without a report means failure."""
@@ -110,63 +159,92 @@ class ShardWriter:
         dist_checkpointing.save(
             state, str(self.folder), strategy, async_sharded_save=True, async_strategy="mcore"
         )
-        self._metadata = strategy.metadata
+        self.metadata = strategy.metadata
 
-    def write(self) -> None:
+    def write(self) -> Report:
         """Write and checksum this rank's files, then report them; the copy is given up.
 
         Raises:
-            OSError: also reported to rank 0.
+            OSError: also reported in the folder.
         """
         try:
-            results, files = self._write_file()
-            done = _mark(self.folder, self.rank, "done")
-            unfinished = done.with_suffix(".tmp")
-            unfinished.write_bytes(pickle.dumps((results, files)))
-            os.rename(unfinished, done)
+            report = self._write_file()
+            if self.keep_open and report.files:
+                self.opened = (self.folder / next(iter(report.files))).open("rb")
+            report_in(self.folder, self.rank, report)
         except Exception as error:
-            with contextlib.suppress(OSError):
-                _mark(self.folder, self.rank, "failed").write_text(str(error))
+            report_failure(self.folder, self.rank, error)
             raise
         finally:
             _mark(self.folder, self.rank, "writing").unlink(missing_ok=True)
+        return report
 
-    def collect(self) -> dict[str, list[Any]] | None:
-        """On rank 0: None until every rank has reported, then write the metadata and return all checksums.
-
-        Raises:
-            OSError: a rank failed, or the metadata cannot be written.
-        """
-        ranks = range(dist.get_world_size())
-        if any(_mark(self.folder, rank, "writing").exists() for rank in ranks):
-            return None
-        failed = [rank for rank in ranks if not _mark(self.folder, rank, "done").exists()]
-        if failed:
-            raise OSError(_reason(self.folder, failed[0]))
-        results, files = [], {}
-        for rank in ranks:
-            mark = _mark(self.folder, rank, "done")
-            written, checksums = pickle.loads(mark.read_bytes())
-            results.append(written)
-            files.update(checksums)
-            mark.unlink()
-        assert self._snapshot is not None, "nothing has been planned"
-        self._snapshot.finish(self._metadata, results)
-        save_config(CheckpointingConfig("torch_dist"), str(self.folder))
-        return files
-
-    def _write_file(self) -> tuple[list[Any], dict[str, list[Any]]]:
-        """Write and sync this rank's file: what megatron-core wants to remember of it, and its checksum."""
+    def _write_file(self) -> Report:
+        """Write and sync this rank's file."""
         assert self._snapshot is not None, "nothing has been planned"
         bucket, self._snapshot.bucket = self._snapshot.bucket, None
         if bucket is None:
-            return [], {}
+            return Report([], {})
         answer = _Snapshot.write_preloaded_data([self._snapshot.transforms], 0, bucket, None, None, True)
         assert answer is not None
         written: Any = answer[1]
         if isinstance(written, Exception):
-            raise written
-        return list(written), {bucket[1]: manifest.checksum(bucket[0])}
+            # Its frames hold views of BytesIO in a cycle, which CPython's collector frees in an order that
+            # crashes the process (seen on 3.12.1).
+            #traceback.clear_frames(written.__traceback__)
+            raise written.with_traceback(None)
+        return Report(list(written), {bucket[1]: manifest.checksum(bucket[0])})
+
+
+def report_in(folder: Path, rank: int, report: Report) -> None:
+    """Tell whoever completes a folder that a rank's part of it is there."""
+    done = _mark(folder, rank, "done")
+    unfinished = done.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(report.plain()))
+    os.rename(unfinished, done)
+
+
+def report_failure(folder: Path, rank: int, error: Exception) -> None:
+    """Tell whoever completes a folder why a rank's part is not there, if that can be written."""
+    with contextlib.suppress(OSError):
+        _mark(folder, rank, "failed").write_text(str(error))
+
+
+def collect(folder: Path, ranks: Sequence[int], *, begun: bool = True) -> dict[int, Report] | None:
+    """The reports of all ranks, which then leave the folder; None while one of them is awaited.
+
+    Args:
+        begun: each of them has begun, so that one without mark and report has failed.
+
+    Raises:
+        OSError: a rank failed.
+    """
+    if begun and any(_mark(folder, rank, "writing").exists() for rank in ranks):
+        return None
+    absent = [rank for rank in ranks if not _mark(folder, rank, "done").exists()]
+    failed = [rank for rank in absent if begun or _mark(folder, rank, "failed").exists()]
+    if failed:
+        raise OSError(_reason(folder, failed[0]))
+    if absent:
+        return None
+    reports = {}
+    for rank in ranks:
+        mark = _mark(folder, rank, "done")
+        reports[rank] = Report.of(json.loads(mark.read_text()))
+        mark.unlink()
+    return reports
+
+
+def complete(folder: Path, metadata: Any, reports: Iterable[Report]) -> dict[str, list[Any]]:
+    """Write the table of a checkpoint whose files are all in a folder; their checksums.
+
+    Args:
+        metadata: as `ShardWriter.metadata`; filled in.
+    """
+    reports = list(reports)
+    _Snapshot(folder, False).finish(metadata, [report.results for report in reports])
+    save_config(CheckpointingConfig("torch_dist"), str(folder))
+    return {name: checksum for report in reports for name, checksum in report.files.items()}
 
 
 def _mark(folder: Path, rank: int, state: str) -> Path:

@@ -43,6 +43,12 @@ def place(name: str) -> tuple[str, int | None]:
     return PREFIX + name, None
 
 
+def read_table(file: BinaryIO) -> Metadata:
+    """Which rectangle of which tensor lies where, as torch's distributed format pickles it."""
+    table: Metadata = pickle.load(file)
+    return table
+
+
 class CheckpointTensors:
     """The model's tensors in the folder of a complete checkpoint; safe to use from several processes.
 
@@ -54,7 +60,7 @@ class CheckpointTensors:
         self.folder = folder
         try:
             with (folder / TABLE).open("rb") as file:
-                self._metadata: Metadata = pickle.load(file)
+                self._metadata = read_table(file)
         except (OSError, pickle.UnpicklingError, EOFError) as error:
             raise UserError(f"{folder}: its table {TABLE} is missing or torn ({error})") from error
         assert self._metadata.storage_data is not None
@@ -63,6 +69,10 @@ class CheckpointTensors:
         key, index = place(name)
         entry = self._metadata.state_dict_metadata.get(key)
         return isinstance(entry, TensorStorageMetadata) and (index is None or index < entry.size[0])
+
+    def has_key(self, key: str) -> bool:
+        """Whether anything of a checkpoint's own key is in it."""
+        return key in self._metadata.state_dict_metadata
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor; raises UserError if there is none of the name."""
@@ -91,8 +101,8 @@ class CheckpointTensors:
         result = torch.empty(size, dtype=entry.properties.dtype)
         filled = 0
         for chunk in entry.chunks:
-            if overlap := _overlap(offset, size, chunk):
-                inside, outside = overlap
+            if shared := overlap(offset, size, chunk):
+                inside, outside = shared
                 part = self._load(MetadataIndex(key, chunk.offsets))[inside]
                 result[outside] = part
                 filled += part.numel()
@@ -145,7 +155,7 @@ class _Slice(io.RawIOBase):
         return got
 
 
-def _overlap(
+def overlap(
     offset: Sequence[int], size: Sequence[int], chunk: ChunkStorageMetadata
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Where a chunk and a wanted rectangle meet: slices of the chunk, and of the rectangle."""

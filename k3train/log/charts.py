@@ -44,7 +44,9 @@ def panel_figure(
     chosen = panel.scale if panel.scale in scales else "linear"
     axes = {scale: value_axis(values, log=scale == "log") for scale in scales}
     ramp = len(drawn) > (3 if panel.by_layer else NAMED_COLOURS)
-    colours = [colour(index, len(drawn), ramp) for index in range(len(drawn))]
+    colours = [
+        colour(line.place if line.run else index, len(drawn), ramp) for index, line in enumerate(drawn)
+    ]
     layers = "".join(scale_layer(panel, drawn, colours, x, axes[scale]) for scale in scales)
     return (
         f'<figure class="panel" data-scale="{chosen}">'
@@ -98,12 +100,17 @@ def scale_layer(panel: Panel, drawn: Sequence[Series], colours: Sequence[str], x
 
 def line_paths(panel: Panel, line: Series, stroke: str, x: Axis, y: Axis, limit: int) -> str:
     """The line of one metric: raw and faint below its moving average where the panel asks for that."""
-    style = f'style="stroke:{stroke}"'
+    style = f'style="stroke:{stroke}"{of_run(line)}'
     raw = path(downsample(line.points, limit), x, y)
     if panel.smooth and len(line.points) >= SMOOTH_FROM:
         average = path(downsample(smooth(line.points), limit), x, y)
         return f'<path class="raw" {style} d="{raw}"/><path {style} d="{average}"/>'
     return f'<path {style} d="{raw}"/>'
+
+
+def of_run(line: Series) -> str:
+    """The attribute by which the page's script hides a run."""
+    return f' data-run="{line.place}"' if line.run else ""
 
 
 def point_limit(lines: int) -> int:
@@ -127,14 +134,14 @@ def colour(index: int, count: int, ramp: bool) -> str:
 
 def legend(drawn: Sequence[Series], colours: Sequence[str], ramp: bool) -> str:
     """Names of the lines; the ends of a ramp; nothing for a single line, which the title names."""
-    if len(drawn) == 1:
+    if len(drawn) == 1 and not drawn[0].run:
         return ""
-    names = [escape(label(line.name)) for line in drawn]
+    names = [escape(line.run or label(line.name)) for line in drawn]
     if ramp:
         return f'<p class="legend">{names[0]}<i class="ramp"></i>{names[-1]}</p>'
     keys = (
-        f'<span><i style="background:{colour}"></i>{name}</span>'
-        for colour, name in zip(colours, names, strict=True)
+        f'<span{of_run(line)}><i style="background:{colour}"></i>{name}</span>'
+        for colour, name, line in zip(colours, names, drawn, strict=True)
     )
     return f'<p class="legend">{"".join(keys)}</p>'
 
@@ -158,7 +165,8 @@ def readout_data(drawn: Sequence[Series], colours: Sequence[str], x: Axis, axes:
         "y": {scale: [axis.low, axis.high] for scale, axis in axes.items()},
         "series": [
             {
-                "name": label(line.name),
+                "name": line.run or label(line.name),
+                "run": line.place if line.run else None,
                 "colour": stroke,
                 "points": [[step, float(f"{value:.6g}")] for step, value in downsample(line.points, limit)],
             }
@@ -169,8 +177,8 @@ def readout_data(drawn: Sequence[Series], colours: Sequence[str], x: Axis, axes:
 
 
 def script_json(data: object) -> str:
-    """JSON inside a <script>, which a `</` in a name must not end."""
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    """JSON inside a <script>, which no tag or comment in a name may end or change."""
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json">{text}</script>'
 
 

@@ -21,6 +21,10 @@ class Series:
     name: str
     points: list[Point] = field(default_factory=list)
     nonfinite: int = 0
+    run: str = ""
+    """The run that it is of, where several are on one chart; it then stands for the line."""
+    place: int = 0
+    """Number of that run on the page."""
 
 
 def collect(records: Sequence[Mapping[str, Any]]) -> dict[str, Series]:

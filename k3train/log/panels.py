@@ -40,18 +40,28 @@ class Panel:
         return any(pattern.endswith("layer_*") for pattern in self.metrics)
 
 
+def with_mtp(layers: str) -> tuple[str, str]:
+    """A pattern of layers, and the same metric of the MTP layer."""
+    return layers, layers.replace("layer_*", "mtp")
+
+
 PANELS = (
     Panel("Loss", "Loss", ("loss", "mtp_loss", "val_loss"), "nats per token", smooth=True, summary="min"),
     Panel("Loss", "Held-out captions", ("caption_accuracy",), "share named rightly", summary="max"),
     Panel("Loss", "Codes found in the window", ("needle_accuracy",), "share", summary="max"),
     Panel("Optimizer", "Learning rate", ("lr",)),
     Panel("Optimizer", "Gradient norm", ("grad_norm",), scale="log", smooth=True),
+    Panel("Loss", "Skipped steps", ("skipped_steps",), "steps", summary="max"),
     Panel("Throughput", "Tokens per second", ("tokens_per_second",), "tokens/s", smooth=True),
     Panel("Throughput", "Model compute of a rank", ("tflops_per_rank",), "TFLOP/s", smooth=True),
     Panel("Throughput", "Model FLOP utilisation", ("mfu",), "share of peak", smooth=True),
-    Panel("Experts", "Expert load before balancing", (BEFORE_BALANCE,), "max over mean", summary="max"),
-    Panel("Experts", "Expert load after balancing", (AFTER_BALANCE,), "max over mean", summary="max"),
-    Panel("Experts", "Router bias range", ("moe/bias_range/layer_*",), "max minus min"),
+    Panel("Throughput", "Unmasked tokens of a step", ("tokens",), "tokens"),
+    Panel("Throughput", "Window of the stage", ("sequence_length",), "tokens"),
+    Panel(
+        "Experts", "Expert load before balancing", with_mtp(BEFORE_BALANCE), "max over mean", summary="max"
+    ),
+    Panel("Experts", "Expert load after balancing", with_mtp(AFTER_BALANCE), "max over mean", summary="max"),
+    Panel("Experts", "Router bias range", with_mtp("moe/bias_range/layer_*"), "max minus min"),
     Panel("Experts", "Rows of a rank", ("moe_rows_max_over_mean",), "max over mean", summary="max"),
     Panel(
         "MoonEP",
@@ -71,6 +81,8 @@ PANELS = (
     Panel("MoonEP", "Time to plan a layer", ("moonep/plan_ms",), "milliseconds", scale="log"),
     Panel("MoonEP", "Borrowed weights of a layer and pass", ("moonep/prefetch_bytes",), "bytes"),
     Panel("MoonEP", "Rows sent for a layer and pass", ("moonep/entries_sent", "moonep/rows_sent"), "rows"),
+    Panel("System", "Own time of the slowest rank", ("rank_time_max_over_median",), "max over median"),
+    Panel("System", "Slowest rank", ("rank_time_slowest",), "rank"),
     Panel("System", "Memory", ("memory/*",), "GiB", summary="max"),
     Panel("System", "Time by phase", ("time/*",), "seconds per step", scale="log"),
 )

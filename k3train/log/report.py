@@ -91,8 +91,6 @@ def load(folder: Path) -> RunData:
 
 def page(run: RunData) -> str:
     """The whole document."""
-    assets = resources.files(__package__) / "assets"
-    style, script = (assets / "report.css").read_text(), (assets / "report.js").read_text()
     title = escape(str(run.key("run.name", run.folder.name)))
     body = "".join(
         [
@@ -108,13 +106,27 @@ def page(run: RunData) -> str:
         ]
     )
     written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    footer = f"<footer>Written by k3train report on {written}.</footer>"
+    return document(title, f"{body}{config_table(run.config)}{footer}", assets("report"))
+
+
+def document(title: str, body: str, looks: tuple[str, str]) -> str:
+    """A page that needs nothing else; `title` and `body` are HTML, `looks` are of `assets`."""
+    style, script = looks
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title>\n<style>\n{style}</style></head>\n<body><main>{body}{config_table(run.config)}"
-        f"<footer>Written by k3train report on {written}.</footer></main>\n"
+        # Without one, a browser asks the server for /favicon.ico.
+        '<link rel="icon" href="data:,">'
+        f"<title>{title}</title>\n<style>\n{style}</style></head>\n<body><main>{body}</main>\n"
         f"<script>\n{script}</script></body></html>\n"
     )
+
+
+def assets(*names: str) -> tuple[str, str]:
+    """Style and script of the pages `names`, one behind the other."""
+    folder = resources.files(__package__) / "assets"
+    return tuple("".join((folder / f"{name}.{kind}").read_text() for name in names) for kind in ("css", "js"))  # type: ignore[return-value]
 
 
 def header(run: RunData, title: str) -> str:

@@ -63,6 +63,10 @@ class Trace:
             if traced:
                 self._events.append(self._event(name, step, start / 1e3, duration / 1e3))
 
+    def spent(self, name: str) -> float:
+        """Seconds spent in a phase since the last call of `phase_seconds`."""
+        return self._seconds.get(name, 0.0)
+
     def phase_seconds(self) -> dict[str, float]:
         """Seconds spent in each phase since the last call, as metrics `time/<phase>`."""
         seconds = {f"time/{name}": value for name, value in self._seconds.items()}

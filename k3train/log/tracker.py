@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from ..config import Config
 from . import events
+from .alerts import Alert, Alerts
 from .metrics import MetricsLog
 
 REPEAT_SECONDS = 60.0
@@ -23,6 +25,13 @@ class Sink(Protocol):
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Listener(Protocol):
+    """A sink that also takes alerts. It may raise too."""
+
+    def alert(self, step: int, alert: Alert) -> None: ...
 
 
 def warn_on_stderr(text: str) -> None:
@@ -42,26 +51,32 @@ class Tracker:
         warn: Callable[[str], None] = warn_on_stderr,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open everything on the `writer` rank; on other ranks every call does nothing.
+        """Open everything on the `writer` rank. Of the others the first one on a node serves its own metrics
+        to Prometheus where that is asked for, and writes nothing; the rest do nothing.
 
         Raises OSError when `metrics.jsonl` cannot be opened, the one failure worth stopping a start for.
         """
         self._run_dir = run_dir
         self._writer = writer
-        self._warn = warn
+        self._warn = warn if writer else warn_on_stderr
         self._clock = clock
         self._complained = -REPEAT_SECONDS
         self._lines = MetricsLog(run_dir, resume_step=resume_step) if writer else None
         self._sinks: dict[str, Sink] = {}
+        self._alerts: Alerts | None = None
         if writer:
-            for name, build in sink_builders(config, run_dir, resume_step).items():
-                self._guard(name, partial(self._open, name, build))
+            every = config.checkpoint.every > 0
+            self._alerts = Alerts(config.log.alerts, Path(run_dir), checkpoints=every)
+        builders = sink_builders(config, run_dir, resume_step, warn) if writer else {}
+        for name, build in (builders | exporter_builders(config, self._alerts)).items():
+            self._guard(name, partial(self._open, name, build))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Report one step, once: after the step, and before its checkpoint is complete."""
-        if self._lines is None:
-            return
-        self._keep_going("metrics.jsonl", partial(self._lines.write, step, metrics))
+        if self._lines is not None:
+            self._keep_going("metrics.jsonl", partial(self._lines.write, step, metrics))
+        for alert in self._alerts.observe(metrics) if self._alerts is not None else ():
+            self._tell(step, alert)
         for name, sink in list(self._sinks.items()):
             self._guard(name, partial(sink.log, step, metrics))
 
@@ -78,6 +93,15 @@ class Tracker:
         if self._lines is not None:
             self._keep_going("metrics.jsonl", self._lines.close)
             self._lines = None
+
+    def _tell(self, step: int, alert: Alert) -> None:
+        """Pass an alert on: the history, the terminal, and the sinks that take it."""
+        text = f"{alert.title}: {alert.text}"
+        self.event(step, "alert", text)
+        self._warn(f"alert at step {step}: {text}")
+        for name, sink in list(self._sinks.items()):
+            if isinstance(sink, Listener):
+                self._guard(name, partial(sink.alert, step, alert))
 
     def _open(self, name: str, build: Callable[[], Sink]) -> None:
         self._sinks[name] = build()
@@ -100,7 +124,7 @@ class Tracker:
 
 
 def sink_builders(
-    config: Config, run_dir: str | os.PathLike[str], resume_step: int
+    config: Config, run_dir: str | os.PathLike[str], resume_step: int, warn: Callable[[str], None]
 ) -> dict[str, Callable[[], Sink]]:
     """How to open each optional sink that the configuration asks for. Their packages load on use."""
     builders: dict[str, Callable[[], Sink]] = {}
@@ -120,7 +144,37 @@ def sink_builders(
             return WandbSink(run_dir, config.log, name=config.run.name, config=dataclasses.asdict(config))
 
         builders["wandb"] = wandb
+    if config.log.alerts.webhook_env is not None:
+        variable = config.log.alerts.webhook_env
+
+        def webhook() -> Sink:
+            from .webhook import Webhook
+
+            return Webhook(variable, config.run.name, warn)
+
+        builders["webhook"] = webhook
     return builders
+
+
+def exporter_builders(config: Config, alerts: Alerts | None) -> dict[str, Callable[[], Sink]]:
+    """How to serve this rank's metrics, where it is the first of its node and that is asked for.
+
+    `alerts`: those of the run, on the rank that judges them.
+    """
+    log = config.log
+    if not log.prometheus_port or os.environ.get("LOCAL_RANK", "0") != "0":
+        return {}
+
+    def prometheus() -> Sink:
+        from .prometheus import Exporter
+
+        labels = {"run": config.run.name, "rank": os.environ.get("RANK", "0")}
+        if alerts is None:
+            return Exporter(log.prometheus_host, log.prometheus_port, labels)
+        state = lambda: (alerts.status(), alerts.active)  # noqa: E731
+        return Exporter(log.prometheus_host, log.prometheus_port, labels, state)
+
+    return {"prometheus": prometheus}
 
 
 def one_line(error: BaseException) -> str:

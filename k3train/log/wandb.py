@@ -12,11 +12,12 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..config import LogConfig
+from .alerts import Alert
 from .panels import PANELS
 
 ID_FILE = "wandb_id"
@@ -39,7 +40,7 @@ class WandbSink:
         """Start the thread and return at once. `log.wandb` is online or offline; `config` is uploaded."""
         self._init_seconds = init_seconds
         self._close_seconds = close_seconds
-        self._queue: queue.Queue[tuple[int, dict[str, Any]] | None] = queue.Queue(QUEUE_SIZE)
+        self._queue: queue.Queue[Callable[[Any], object] | None] = queue.Queue(QUEUE_SIZE)
         self._failure: str | None = None
         self._ready = threading.Event()
         self._started = time.monotonic()
@@ -58,9 +59,18 @@ class WandbSink:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Queue one record. Raises RuntimeError once wandb has failed, hung or fallen far behind."""
+        record = {"step": step, **metrics}
+        # wandb refuses steps that the killed run had already sent; they are the same numbers.
+        self._put(lambda run: run.log(record, step=step))
+
+    def alert(self, step: int, alert: Alert) -> None:
+        """Queue one alert, which wandb passes on to Slack or by mail as its user has set. Raises as `log`."""
+        self._put(lambda run: run.alert(title=alert.title, text=f"step {step}: {alert.text}", level="WARN"))
+
+    def _put(self, action: Callable[[Any], object]) -> None:
         self._check()
         try:
-            self._queue.put_nowait((step, dict(metrics)))
+            self._queue.put_nowait(action)
         except queue.Full:
             raise RuntimeError(f"{QUEUE_SIZE:,} records are waiting to be sent") from None
 
@@ -88,10 +98,8 @@ class WandbSink:
         try:
             run = start(options, self._init_seconds)
             self._ready.set()
-            while (record := self._queue.get()) is not None:
-                step, metrics = record
-                # wandb refuses steps that the killed run had already sent; they are the same numbers.
-                run.log({"step": step, **metrics}, step=step)
+            while (action := self._queue.get()) is not None:
+                action(run)
             run.finish()
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"

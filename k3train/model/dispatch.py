@@ -185,6 +185,12 @@ class BalancedDispatcher(MoonEPDispatcher):
             return {}
         return policy.memory(transport.ranks, self.moonep.num_experts, current_device())
 
+    def place_copies(self) -> None:
+        """Go on with a memory that was filled: the copies of experts on this layout's ranks."""
+        policy = self.moonep.planner.policy
+        if isinstance(policy, Eplb):
+            policy.place()
+
     def observe(self, load: Tensor) -> None:
         """Let a policy that learns see a step's entries of each physical expert, int64 [E]."""
         policy = self.moonep.planner.policy

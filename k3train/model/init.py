@@ -22,6 +22,8 @@ DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 1e-1, 1e-4
 def initialize(chunk: LanguageModelChunk, seed: int) -> None:
     """Fill every parameter of a chunk in place; the same on every kind of CPU, and on every kind of GPU."""
     for name, parameter in named_parameters(chunk):
+        if parameter.is_meta:  # a rehearsal
+            continue
         generator = named_generator(name, seed, parameter.device)
         parameter.copy_(_initial(name, parameter, chunk.config.k3, generator))
 

@@ -6,6 +6,7 @@ Source: Kimi K3 report; LatentMoE (arXiv:2601.18089). Shapes: s sequence, b batc
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -92,7 +93,7 @@ class LatentMoE(BaseMoELayer):
         self.register_buffer("logical", physical.argsort(), persistent=False)
         if isinstance(self.token_dispatcher, BalancedDispatcher):
             for name, memory in self.token_dispatcher.memory().items():
-                self.register_buffer(f"policy_{name}", memory)
+                self.register_buffer(f"policy_{name}", memory, persistent=name != "holders")
         self.experts = submodules.experts(self.num_local_experts, config, pg_collection=pg_collection)
         self.latent_norm = RMSNorm(model.latent_size, model.norm_eps, config.params_dtype)
         self.latent_up = row_linear(
@@ -136,3 +137,19 @@ class LatentMoE(BaseMoELayer):
         experts = {key: entry for key, entry in described.items() if key.startswith(f"{prefix}experts.")}
         name_globally(experts, self.config.k3.num_experts, self.ep_group.size())
         return described
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """A policy's loads by the expert's number in the whole model, the same in every layout."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for key in self._loads_by_place(destination, prefix):
+            destination[key] = destination[key][self.physical]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        keys = self._loads_by_place(state_dict, prefix)
+        own = {key: state_dict[key][self.logical.to(state_dict[key].device)] for key in keys}
+        super()._load_from_state_dict({**state_dict, **own}, prefix, *rest)
+        if isinstance(self.token_dispatcher, BalancedDispatcher):
+            self.token_dispatcher.place_copies()
+
+    def _loads_by_place(self, state: Mapping[str, Any], prefix: str) -> list[str]:
+        return [key for name in ("loads", "placed") if (key := f"{prefix}policy_{name}") in state]

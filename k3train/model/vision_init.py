@@ -16,6 +16,8 @@ from .vision import VisionModel
 def initialize_vision(vision: VisionModel, seed: int, init_std: float) -> None:
     """Fill every parameter in place; which rank holds the tower, and beside what, changes no weight."""
     for name, parameter in vision.named_parameters():
+        if parameter.is_meta:  # a rehearsal
+            continue
         path = f"{PREFIX}.{name}"
         generator = named_generator(path, seed, parameter.device)
         parameter.copy_(initial_vision(path, parameter, init_std, generator))

@@ -33,12 +33,13 @@ def build_activations(config: Config, groups: Groups, modules: list[Any]) -> Act
     if all(storage == KEEP for storage in policy_of(config).values()):
         return None
     rank, offload, device = groups.pg_collection.pp.rank(), config.offload, groups.device
-    room = tier_plan(config, groups.topology)[rank]
+    below = policy_of(config).tiers()
+    room = tier_plan(config, groups.topology)[rank] if below else TierPlan({}, None, 0)
     tiers = open_tiers(
         room.capacities,
         device,
         nvme_dir=None if offload.nvme_dir is None else Path(offload.nvme_dir),
-        peers=_peers(groups, room) if "peer" in policy_of(config).tiers() else None,
+        peers=_peers(groups, room) if "peer" in below else None,
         fallback=offload.on_failure == "fallback",
         warn=_warn,
     )

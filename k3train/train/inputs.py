@@ -24,7 +24,7 @@ from ..data.blend import Blend
 from ..data.chat.windows import build_chats
 from ..data.datasets import Samples, build_datasets, describe_long
 from ..data.encode import Encoder
-from ..data.loader import BatchLoader, collate
+from ..data.loader import BatchLoader, Dataset, collate
 from ..data.long.windows import build_needles
 from ..data.multimodal import TextWindows, build_encoder, caption_samples, image_blend
 from ..data.ngram import LARGEST_VOCABULARY, byte_bigram_loss
@@ -60,19 +60,21 @@ class Inputs:
             build_encoder(data, config.vision, self.tokenizer, self.skips) if config.vision.enabled else None
         )
         self.train, self.valid = self._chats(say) if data.source == "chat" else self._texts(say)
-        self.loader = BatchLoader(
-            self.train,
-            micro_batch_size=data.micro_batch_size,
-            num_microbatches=run.microbatches,
-            data_parallel_rank=groups.pg_collection.dp.rank(),
-            data_parallel_size=ranks,
-        )
+        self.loader = open_loader(config, groups, self.train)
         self._ahead: list[Batch] | None = None
+        self._jumps: dict[int, int] = {}
+        self._read_steps = self.stage.first
 
-    def seek(self, steps_done: int) -> None:
-        """Continue behind `steps_done` steps of the run."""
-        self._ahead = None
-        own = steps_done - self.stage.first
+    def seek(self, steps_done: int, skips: dict[int, int] | None = None) -> None:
+        """Continue behind `steps_done` steps of the run.
+
+        Args:
+            skips: step -> steps whose samples are left out before it.
+        """
+        self._ahead, self._read_steps = None, steps_done
+        self._jumps = skips or {}
+        skipped = sum(count for step, count in self._jumps.items() if self.stage.first < step <= steps_done)
+        own = steps_done - self.stage.first + skipped
         self.loader.load_state_dict({"consumed_samples": own * self.global_batch_size, "microbatch": 0})
 
     def next_step(self) -> list[Batch]:
@@ -140,6 +142,13 @@ class Inputs:
         """End the reading thread."""
         self.loader.close()
 
+    @property
+    def _train_samples(self) -> int:
+        """Those of all steps, and those that loss spikes may leave out."""
+        spike = self.config.fault.spike
+        left_out = 0 if spike.threshold is None else spike.rollbacks * spike.steps
+        return self.global_batch_size * (self.stage.steps + left_out)
+
     @cached_property
     def _held_out(self) -> list[Sample]:
         assert self.encoder is not None
@@ -148,7 +157,7 @@ class Inputs:
     def _texts(self, say: Callable[[str], None]) -> tuple[Samples, Samples | None]:
         """Samples of a text corpus, with those of images among the ones to train on."""
         data, valid_samples = self.config.data, self.config.eval.batches * self.config.data.micro_batch_size
-        train_samples = self.global_batch_size * self.stage.steps
+        train_samples = self._train_samples
         build = build_needles if data.source == "needles" else build_datasets
         train, valid = build(
             data, self.tokenizer, data.sequence_length, self.seed, train_samples, valid_samples
@@ -170,7 +179,7 @@ class Inputs:
             self.encoder,
             self.skips,
             self.seed,
-            self.global_batch_size * self.stage.steps,
+            self._train_samples,
             self.config.eval.batches * data.micro_batch_size,
             say,
         )
@@ -195,6 +204,10 @@ class Inputs:
         return Samples(mixed, text.num_samples)
 
     def _read(self) -> list[Batch]:
+        self._read_steps += 1
+        if skipped := self._jumps.get(self._read_steps, 0):
+            consumed = self.loader.consumed_samples + skipped * self.global_batch_size
+            self.loader.load_state_dict({"consumed_samples": consumed, "microbatch": 0})
         batches = [next(self.loader) for _ in range(self.config.run.microbatches)]
         return batches if self.encoder is None else self._agreed(batches)
 
@@ -232,6 +245,17 @@ class Inputs:
                 placed["image_positions"] = batch["image_positions"]
         placed["packing"] = packing.to(device)
         return placed
+
+
+def open_loader(config: Config, groups: Groups, samples: Dataset) -> BatchLoader:
+    """This rank's micro-batches of samples that are the same on all ranks."""
+    return BatchLoader(
+        samples,
+        micro_batch_size=config.data.micro_batch_size,
+        num_microbatches=config.run.microbatches,
+        data_parallel_rank=groups.pg_collection.dp.rank(),
+        data_parallel_size=groups.pg_collection.dp.size(),
+    )
 
 
 def columns(batch: Batch, packing: Packing) -> Batch:

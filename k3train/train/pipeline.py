@@ -13,7 +13,8 @@ from parallel.groups import Groups
 from parallel.pipeline.build import forward_only as without_backward
 from parallel.pipeline.build import with_activation_moves, with_reductions
 from parallel.pipeline.check import check
-from parallel.pipeline.clock import StepClock
+from parallel.pipeline.clock import BusyClock, StepClock
+from parallel.pipeline.place import Place
 from parallel.pipeline.runtime import TableExecutor
 from parallel.pipeline.table import Table
 from parallel.pipeline.wires import Wires, open_wires
@@ -46,6 +47,9 @@ class Pipeline:
         self.activations = activations
         self.clock: StepClock | None = None
         """Set for a step that is to be measured."""
+        self.busy: BusyClock | None = None
+        """Set for a step whose operations' time is to be added up."""
+        self.place = Place()
         self.executors: dict[Any, TableExecutor] = {}
         self._bundles: dict[Any, Bundles] = {}
         self._planned: dict[Any, Future[tuple[Table, Bundles]]] = {}
@@ -65,7 +69,8 @@ class Pipeline:
         """
         data = self.config.data
         executor = self._executor(batches, forward_only)
-        executor.clock = self.clock
+        executor.clock, executor.place = self.clock, self.place
+        executor.busy = None if forward_only else self.busy
         with nullcontext() if forward_only else self._step():
             reports = executor(
                 forward_step_func=forward_step_func,
@@ -136,7 +141,7 @@ class Pipeline:
             self._forget_oldest()
             planned = self._planned.pop(grids, None)
             table, self._bundles[grids] = planned.result() if planned else self.table(grids)
-            self.executors[key] = self._build(table, forward_only)
+            self.executors[key] = self.build(table, forward_only=forward_only)
         if self.tower is not None:
             self.tower.load(batches, self._bundles[grids])
         return self.executors[key]
@@ -148,7 +153,8 @@ class Pipeline:
             if (grids, not forward_only) not in self.executors:
                 self._bundles.pop(grids, None)
 
-    def _build(self, table: Table, forward_only: bool) -> TableExecutor:
+    def build(self, table: Table, *, forward_only: bool = False) -> TableExecutor:
+        """What executes a training step's table, or its forwards, on this rank; first a collective."""
         topology = self.groups.topology
         rows = row_plan(self.config, topology, layer_cuts(self.config, topology))
         # That the program's posts end under any transport follows from its order: seen once, it is enough.

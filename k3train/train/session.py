@@ -8,7 +8,8 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,17 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
 from parallel.groups import assert_same_everywhere, initialize, regroup
+from parallel.pipeline.clock import BusyClock
 
 from .. import flops, shapes, vision_shapes
 from ..checkpoint.folders import check_writable, lock_folder
 from ..checkpoint.huggingface.assets import carry
+from ..checkpoint.local import LocalDisk, join
 from ..checkpoint.manager import CheckpointManager, Found
 from ..checkpoint.sources import open_weights
 from ..checkpoint.weights import fill
-from ..config import Config, digest, fixed_keys
-from ..config_file import to_yaml
+from ..config import Config, digest
+from ..config_file import keep_before, to_yaml
 from ..curriculum import is_border, may_change, place, row, shrinking, stage_of, stages
 from ..errors import UserError
 from ..log import timeline
@@ -36,7 +39,8 @@ from ..log.report import write_report
 from ..log.trace import Trace
 from ..log.tracker import Tracker
 from ..memory import gradient_warning
-from . import activations, summary
+from ..resume import Change, fixed_keys
+from . import activations, health, summary
 from .assemble import build_trainer, set_numerics, topology
 from .diagnose import explain_nonfinite
 from .inputs import Inputs
@@ -44,7 +48,10 @@ from .measure import step_metrics
 from .record import Recorder
 from .routing import RoutingTrace
 from .signals import StopRequest
+from .spike import Spike, SpikeError, SpikeWatch
 from .step import Batch, StepResult, caption_accuracy, evaluate, train_step
+from .straggler import Stragglers
+from .watchdog import Watchdog
 
 MOST_SKIPS = 10
 """Skipped steps in a row after which a run has nothing left to save."""
@@ -69,15 +76,21 @@ class Session:
             check_writable(self.run_dir, _checkpoint_bytes(config))
             self.lock = lock_folder(self.run_dir)
         set_numerics(config)
+        facts = health.of_rank(self.run_dir, config.run.device) if config.fault.health else None
         self.groups = initialize(
             topology(config),
             device=config.run.device,
             timeout_minutes=config.parallel.timeout_minutes,
             seed=config.run.seed,
         )
+        if facts is not None:
+            health.meet(facts, self.groups.device, config.fault)
+        self.watch = Watchdog(config.fault, self.run_dir, self.groups)
+        self.watch.start()
         for stage in configs:
             assert_same_everywhere("configuration", digest(stage))
         self.progress: Progress | None = None
+        self.spikes = SpikeWatch(config.fault.spike)
         self.step = 0
         self.saved_step: int | None = None
         self.skipped = self.skipped_in_a_row = 0
@@ -89,14 +102,25 @@ class Session:
         self.config, self.stage = config, stage_of(config)
         self.inputs = Inputs(config, self.groups, self._say)
         self.trainer = build_trainer(config, self.groups)
+        self.watch.follow(self.trainer.pipeline.place, self.groups)
+        self.stragglers = Stragglers(config, self.groups)
         self.checkpoints = CheckpointManager(
             self.run_dir / "checkpoints",
             groups=self.groups,
             keep=config.checkpoint.keep,
+            keep_every=config.checkpoint.keep_every,
+            skip_when_busy=config.checkpoint.when_busy == "skip",
             asynchronous=config.checkpoint.asynchronous,
+            local=self._join_disks if config.checkpoint.local_dir is not None else None,
             fixed=fixed_keys(config),
             message=self._say,
         )
+
+    def _join_disks(self) -> LocalDisk:
+        own = self.config.checkpoint
+        assert own.local_dir is not None
+        root, need = self.run_dir / "checkpoints", _checkpoint_bytes(self.config)
+        return join(own.local_dir, root, self.groups.rank, keep=own.local_keep, need_bytes=need)
 
     def run(self) -> None:
         """Train to `run.steps`, or until a stop signal; either way the state is saved before it returns."""
@@ -105,8 +129,7 @@ class Session:
             self._start_from(self.config.init_from)
         if self.step >= self.stage.last:
             self._say(self._nothing_left())
-            self.inputs.close()
-            self.stop.restore()
+            self._let_go()
             return
         self._open_tracker(resumed)
         self._open_logs()
@@ -129,9 +152,18 @@ class Session:
                     self._train(self.progress)
                 self._finish()
         finally:
-            self.inputs.close()
             self.tracker.close()
-            self.stop.restore()
+            self._let_go()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a stop signal came before the last step."""
+        return self.stopped and self.step < self.config.run.steps
+
+    def _let_go(self) -> None:
+        self.inputs.close()
+        self.watch.stop()
+        self.stop.restore()
 
     def _say(self, text: str) -> None:
         """Print a line on the first rank, above the progress bar when there is one."""
@@ -147,22 +179,26 @@ class Session:
         if found is None:
             return False
         step = found[1]["extra"]["step"]
-        if step < self.stage.first and self.stages_behind is not None:
-            self._go_back(self.stages_behind(step))
+        # Ahead of this stage where the run's folder has not yet what the nodes' disks have.
+        behind, ahead = step < self.stage.first, bool(self.ahead) and step >= self.stage.last
+        if (behind or ahead) and self.stages_behind is not None:
+            self._go_to(self.stages_behind(step))
         self._load(found)
         self._say(f"continuing {self.run_dir} behind step {self.step}")
+        if self.checkpoints.changes:
+            self._say(f"in another layout: {_listed(self.checkpoints.changes)}")
         return True
 
-    def _go_back(self, configs: Sequence[Config]) -> None:
-        """Begin with an earlier stage, as no checkpoint that this one could start from is intact."""
+    def _go_to(self, configs: Sequence[Config]) -> None:
+        """Begin with another stage, the one of the newest checkpoint that is intact."""
         config, *self.ahead = configs
         for stage in configs:
             assert_same_everywhere("configuration", digest(stage))
-        self._say(f"going back to stage {config.curriculum.stage}")
+        self._say(f"going to stage {config.curriculum.stage}")
         self._change(config)
 
-    def _load(self, found: Found) -> None:
-        """Take over the state of a checkpoint."""
+    def _load(self, found: Found, spike: Spike | None = None) -> None:
+        """Take over the state of a checkpoint; with `spike`, leave its samples out from then on."""
         extra = found[1]["extra"]
         border = is_border(self.config, extra["step"], extra)
         with self.trainer.at_hand():
@@ -174,7 +210,12 @@ class Session:
             )
         self.step = self.saved_step = extra["step"]
         self.skipped = extra["skipped"]
-        self.inputs.seek(self.step)
+        self.skipped_in_a_row = extra.get("skipped_in_a_row", 0)
+        if spike is None:
+            self.spikes.restore(extra)
+        else:
+            self.spikes.go_back(spike, extra)
+        self.inputs.seek(self.step, self.spikes.skips)
 
     def _enter(self, config: Config) -> None:
         """Save at the border of two stages and go on in the next one's layout, in the same processes.
@@ -182,8 +223,8 @@ class Session:
         Raises:
             UserError: the state could not be saved, and so not be brought into the next layout.
         """
-        self._save()
-        if not self.checkpoints.wait():
+        self.watch.enter("start")
+        if not self._save_surely():
             raise UserError(
                 f"stage {self.stage.name} is done, and step {self.step} could not be saved, which the next "
                 "stage starts from; make room and start the same command again"
@@ -255,8 +296,13 @@ class Session:
             writer=self.groups.is_first,
             warn=self._say,
         )
-        if resumed:
-            self.tracker.event(self.step, "resumed", f"behind step {self.step}")
+        if not resumed:
+            return
+        self.tracker.event(self.step, "resumed", f"behind step {self.step}")
+        if self.checkpoints.changes:
+            self.tracker.event(self.step, "layout", _listed(self.checkpoints.changes))
+            if self.groups.is_first:
+                keep_before(self.run_dir, self.step)
 
     def _open_logs(self) -> None:
         """What a stage writes of itself."""
@@ -284,29 +330,42 @@ class Session:
             steps=self.config.log.routing_steps,
         )
 
+    @contextmanager
+    def _phase(self, name: str, step: int) -> Iterator[None]:
+        """A phase that the trace times and the watchdog knows of."""
+        with self.watch.phase(name, step), self.trace.phase(name, step):
+            yield
+
     def _train(self, progress: Progress) -> None:
+        self.watch.enter("step")
         clock = time.perf_counter()
         while self.step < self.stage.last:
             self.step += 1
-            with self.trace.phase("data", self.step):
+            reporting = self.stragglers.active and self._due(self.config.log.every)
+            self.trainer.pipeline.busy = BusyClock() if reporting else None
+            with self._phase("data", self.step):
                 batches = self.inputs.next_step()
                 if self.trainer.tower is not None and self.step < self.stage.last:
                     self.trainer.pipeline.prepare(self.inputs.images_ahead())
             with self.recorder.step(self.step), self.routing.step(self.step):
-                result = train_step(self.trainer, batches, self.step, self.trace.phase)
+                result = train_step(self.trainer, batches, self.step, self._phase)
             seconds, clock = time.perf_counter() - clock, time.perf_counter()
+            self.watch.took(seconds)
             self.skipped_in_a_row = 0 if result.updated else self.skipped_in_a_row + 1
             if not result.updated:
                 self._handle_nonfinite(batches)
-            metrics = self._report(result, seconds)
+            stopping, slow = self._exchange()
+            metrics = self._report(result, seconds, slow)
             progress.update(self.step, loss=metrics["loss"], tokens_per_second=metrics["tokens_per_second"])
-            stopping = self._stop_requested()
+            if spike := self.spikes.observe(self.step, metrics["loss"]):
+                self._roll_back(spike)
             if stopping:
                 self._say(f"{self.stop.received or 'stopping'}: saving at step {self.step}")
-            # Weights behind a skipped step may be what broke it: they must not push out older checkpoints.
-            due = self._due(self.config.checkpoint.every) and not self.skipped_in_a_row
-            if stopping or due:
-                self._save()
+            # Weights behind a skipped step may be what broke it, and those behind a suspect loss are suspect:
+            # they must not push out older checkpoints.
+            suspect = self.skipped_in_a_row or self.spikes.suspects
+            if stopping or (self._due(self.config.checkpoint.every) and not suspect):
+                self._save(may_skip=not stopping and self.step < self.stage.last)
             self.checkpoints.poll()
             if stopping:
                 self.stopped = True
@@ -326,11 +385,55 @@ class Session:
         self.tracker.event(self.step, "skipped", str(error))
         self._say(f"skipped {error}")
 
-    def _report(self, result: StepResult, seconds: float) -> dict[str, Any]:
+    def _roll_back(self, spike: Spike) -> None:
+        """Return to the checkpoint before a spike; its samples are left out from then on.
+
+        Raises:
+            SpikeError: the run has gone back as often as it may.
+        """
+        at, most = self.step, self.config.fault.spike.rollbacks
+        if self.spikes.rollbacks >= most:
+            text = f"{spike}, and the run has gone back {most} times (fault.spike.rollbacks)"
+            self.tracker.event(at, "diverged", text)
+            raise SpikeError(text)
+        with self.watch.phase("checkpoint", at):
+            found = self.checkpoints.newest(before=spike.first)
+            if found is None or found[1]["extra"]["step"] < self.stage.first:
+                self._note(at, "spike", f"{spike}; no checkpoint before it, so the run goes on")
+                self.spikes.give_up()
+                return
+            self._load(found, spike)
+        # The lines behind the checkpoint are those of a future that is given up.
+        self.tracker.close()
+        self._open_tracker(resumed=False)
+        steps = f"step {spike.last}" if spike.first == spike.last else f"steps {spike.first} to {spike.last}"
+        self._note(
+            at,
+            "rollback",
+            f"{spike}; back to step {self.step}, and on without the samples of {steps} "
+            f"({self.spikes.rollbacks} of {most} rollbacks)",
+        )
+
+    def _note(self, step: int, kind: str, text: str) -> None:
+        """Tell a person, and the history of the run."""
+        self._say(text)
+        self.tracker.event(step, kind, text)
+
+    def _exchange(self) -> tuple[bool, dict[str, float]]:
+        """Whether any rank was asked to stop, learnt by all at the same step, and who was slow in it."""
+        stop, busy = self.stop.received is not None, self.trainer.pipeline.busy
+        if busy is None:
+            return self._stop_requested(), {}
+        stopping, report = self.stragglers.exchange(stop, busy.take(), self.trace.spent("data"))
+        for rank, text in self.stragglers.judge(report):
+            self._note(self.step, "straggler", f"rank {rank}{self.watch.host_of(rank)} {text}")
+        return stopping, report.metrics()
+
+    def _report(self, result: StepResult, seconds: float, slow: dict[str, float]) -> dict[str, Any]:
         """Put the step into the logs, with the validation loss where one is due, so that a line is whole."""
         validation = captions = needles = None
         if self._due(self.config.eval.every) or self.step == self.stage.last:
-            with self.trace.phase("eval", self.step):
+            with self._phase("eval", self.step):
                 held_out = self.inputs.validation()
                 validation = evaluate(self.trainer, held_out).loss
                 if self.config.data.source == "needles":
@@ -355,7 +458,7 @@ class Session:
             metrics["sequence_length"] = self.config.data.sequence_length
         if self.skipped:
             metrics["skipped_steps"] = self.skipped
-        metrics |= self.trace.phase_seconds()
+        metrics |= self.trace.phase_seconds() | slow
         self.last |= metrics
         if self._due(self.config.log.every) or validation is not None:
             self.tracker.log(self.step, metrics)
@@ -370,17 +473,34 @@ class Session:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
 
-    def _save(self) -> None:
+    def _save(self, may_skip: bool = False) -> None:
+        """Save this step, once; `may_skip` as in `CheckpointManager.save`."""
         if self.saved_step == self.step:
             return
-        with self.trace.phase("checkpoint", self.step), self.trainer.at_hand():
-            extra = {"step": self.step, "skipped": self.skipped, **place(self.config)}
-            self.checkpoints.save(self.step, self.trainer.modules, self.trainer.optimizer, extra)
-        self.saved_step = self.step
+        with self._phase("checkpoint", self.step), self.trainer.at_hand():
+            extra = {"step": self.step, "skipped": self.skipped, **place(self.config), **self.spikes.state()}
+            if self.skipped_in_a_row:
+                extra["skipped_in_a_row"] = self.skipped_in_a_row
+            modules, optimizer = self.trainer.modules, self.trainer.optimizer
+            saved = self.checkpoints.save(self.step, modules, optimizer, extra, may_skip=may_skip)
+        if saved:
+            self.saved_step = self.step
+
+    def _save_surely(self) -> bool:
+        """Save this step and wait until it is where it belongs; False if it cannot be."""
+        local = self.checkpoints.saves_locally
+        self._save()
+        saved = self.checkpoints.finish()
+        if not saved and local and not self.checkpoints.saves_locally:
+            # A local disk has failed, and the run's folder is left.
+            self.saved_step = None
+            self._save()
+            saved = self.checkpoints.finish()
+        return saved
 
     def _finish(self) -> None:
-        self._save()
-        self.checkpoints.wait()
+        self.watch.enter("finish")
+        self._save_surely()
         self._write_pictures()
         left_out = self.inputs.left_out()
         complete = self.step == self.config.run.steps
@@ -450,6 +570,10 @@ class Session:
             f"{self.run_dir} is complete at step {self.step}: raise run.steps to go on, "
             "or choose another run.dir to start anew"
         )
+
+
+def _listed(changes: Sequence[Change]) -> str:
+    return ", ".join(map(str, changes))
 
 
 def _checkpoint_bytes(config: Config) -> int:

@@ -44,13 +44,41 @@ class StepClock:
         ]
 
     def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return _mark(self._cuda)
 
     def _since(self, mark: Any) -> float:
         if self._cuda:
             return float(self._start.elapsed_time(mark)) / 1e3
         return float(mark - self._start)
+
+
+class BusyClock:
+    """Adds up the time of operations, without the waits between them; no collective."""
+
+    def __init__(self) -> None:
+        self._cuda = torch.cuda.is_available()
+        self._marks: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Count the block."""
+        start = _mark(self._cuda)
+        yield
+        self._marks.append((start, _mark(self._cuda)))
+
+    def take(self) -> float:
+        """Seconds since the last call; waits for the last operation on the device."""
+        marks, self._marks = self._marks, []
+        if not self._cuda:
+            return sum(end - start for start, end in marks)
+        if marks:
+            marks[-1][1].synchronize()
+        return sum(float(start.elapsed_time(end)) for start, end in marks) / 1e3
+
+
+def _mark(cuda: bool) -> Any:
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

@@ -25,7 +25,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from .bank import RowBank, forget_values
-from .clock import StepClock
+from .clock import BusyClock, StepClock
 from .messages import (
     ACTIVATION,
     EMBEDDING,
@@ -36,6 +36,7 @@ from .messages import (
     consumes,
     programs,
 )
+from .place import Place as Standing
 from .rows import RowPlan
 from .simulate import simulate, uniform
 from .table import (
@@ -181,6 +182,9 @@ class TableExecutor:
         timeline = simulate(table, uniform(table.layout, parts=table.parts))
         self.program: list[Step] = programs(table, timeline)[rank]
         self.clock: StepClock | None = None
+        self.busy: BusyClock | None = None
+        """Set while the time of operations is added up."""
+        self.place = Standing()
 
     def __call__(
         self,
@@ -238,7 +242,9 @@ class TableExecutor:
         return state.reports
 
     def _walk(self) -> None:
+        place = self.place
         for action, item in self.program:
+            place.at(action, item)
             if isinstance(item, Op):
                 self._timed(item)
                 continue
@@ -251,11 +257,16 @@ class TableExecutor:
                 assert action == "send", action
                 self.wires.send(item, self._state.local.pop(item))
         if self.wires is not None:
+            place.at("finish", None)
             self.wires.finish()
+        place.at("", None)
 
     def _timed(self, op: Op) -> None:
         run = getattr(self, RUN[op.kind])
-        with nullcontext() if self.clock is None else self.clock.measure(op):
+        with (
+            nullcontext() if self.clock is None else self.clock.measure(op),
+            nullcontext() if self.busy is None else self.busy.measure(),
+        ):
             run(op)
         if self.activations is not None:
             self.activations.mark(str(op))

@@ -16,9 +16,10 @@ import torch
 
 from k3train.checkpoint.manager import CheckpointManager
 from k3train.checkpoint.weights import load_weights
-from k3train.config import Config, fixed_keys
+from k3train.config import Config
 from k3train.errors import UserError
 from k3train.model.naming import named_parameters
+from k3train.resume import fixed_keys
 from k3train.train.assemble import build_trainer, set_numerics, topology
 from k3train.train.step import Batch, Trainer, train_step
 from parallel import groups

@@ -78,5 +78,5 @@ def train(arguments: list[str], timeout: float = 100) -> tuple[int, str]:
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what depends on the clock and the machine."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    timed = ("time/", "tokens_per_second", "tflops_per_rank", "mfu", "memory/")
+    timed = ("time/", "tokens_per_second", "tflops_per_rank", "mfu", "memory/", "rank_time")
     return [{key: value for key, value in line.items() if not key.startswith(timed)} for line in lines]

@@ -13,7 +13,7 @@ from .curriculum_runs import STEPS, overrides
 from .launch import run_workers
 from .runs import metrics, prepare_text
 
-DONE = [[0, 0], [0, 0]]
+DONE, SAVED = [[0, 0], [0, 0]], [[75, 0], [75, 0]]
 """Both ranks ended well, and let go of what each stage had of its own."""
 
 
@@ -91,7 +91,7 @@ def test_a_signal_in_a_stage_saves_and_the_same_command_goes_on(
     run_dir, data = whole
     again = tmp_path / "again"
     # The step at which the first stage ends: stopped there, the next one begins afresh.
-    assert _run(overrides(data, again), stop_at=3) == DONE
+    assert _run(overrides(data, again), stop_at=3) == SAVED
     assert metrics(again) == metrics(run_dir)[:3]
     assert _run(overrides(data, again, "curriculum.stop_behind=b")) == DONE
     assert metrics(again) == metrics(run_dir)[:6]

@@ -76,8 +76,8 @@ def test_a_signal_saves_and_the_run_continues_bitwise(
     wait_for_step(tmp_path / "run", 3)
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
     stopped = len(runs.metrics(tmp_path / "run"))
+    assert process.returncode == (75 if stopped < runs.STEPS else 0), output
     if stopped < runs.STEPS:
         assert number.name in output and "the same command continues it" in output
     code, output = runs.train(arguments)
@@ -88,7 +88,7 @@ def test_a_signal_saves_and_the_run_continues_bitwise(
 def test_kill_9_of_a_rank_loses_no_complete_checkpoint(
     straight: Path, data: list[str], tmp_path: Path
 ) -> None:
-    arguments = runs.overrides(data, tmp_path / "run")
+    arguments = runs.overrides(data, tmp_path / "run", "fault.max_restarts=0")
     process = runs.start(arguments)
     wait_for_step(tmp_path / "run", 5)
     victim = next(pid for pid in children(process.pid) if rank_of(pid) == "1")
@@ -122,7 +122,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
 
 def test_divergence_stops_with_step_rank_layer_and_samples(data: list[str], tmp_path: Path) -> None:
     code, output = runs.train(runs.overrides(data, tmp_path / "run", "optim.lr=1e30", "optim.clip_norm=0"))
-    assert code == 1
+    assert code == 3
     found = [line for line in output.splitlines() if line.startswith("k3train: step ")]
     assert len(found) == 1, output
     assert all(word in found[0] for word in ("not finite", "rank ", "samples [")), found

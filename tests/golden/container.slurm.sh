@@ -50,7 +50,12 @@ while [ -n "$signalled" ]; do
     wait "$step"
     status=$?
 done
-if [ -n "$limit_is_near" ] && [ "$status" -eq 0 ] && [ ! -d '/scratch/it'"'"'s/checkpoints/step-00000100' ]; then
+case "$status" in
+    0 | 2 | 3) again= ;;
+    75) again=1 ;;
+    *) [ -z "$limit_is_near" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ] && again=1 || again= ;;
+esac
+if [ -n "$again" ] && [ ! -d '/scratch/it'"'"'s/checkpoints/step-00000100' ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -171,7 +171,7 @@ def reports(overrides: list[str], steps: int) -> Reports:
 def straight_and_resumed(root: str, overrides: list[str]) -> dict[str, Any]:
     """Four steps with a save after the second; then a new trainer that loads it and takes the last two."""
     from k3train.checkpoint.manager import CheckpointManager
-    from k3train.config import fixed_keys
+    from k3train.resume import fixed_keys
     from k3train.train.assemble import build_trainer
     from k3train.train.step import train_step
 

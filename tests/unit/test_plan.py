@@ -23,7 +23,7 @@ from k3train.config import (
     ParallelConfig,
     RunConfig,
 )
-from k3train.flops import train_flops_per_token
+from k3train.flops import layer_flops
 from k3train.image_load import ImageLoad, default_load
 from k3train.plan import layout_of, plan, recomputes_vision, render
 from k3train.schedule import simulation
@@ -50,6 +50,12 @@ def make_config(
         parallel=ParallelConfig(zero=zero, expert=ExpertConfig(size=expert), **parallel),
         cluster=ClusterConfig(nodes=1),
     )
+
+
+def of_products_alone(config: Config) -> Config:
+    """On a machine where nothing but products takes time."""
+    config.cluster.memory_gbps, config.cluster.efficiency.newton_schulz = 1e12, 1e9
+    return config
 
 
 def holding(config: Config, **sites: str) -> Config:
@@ -317,16 +323,21 @@ def test_a_v_shape_holds_and_sends_where_its_stages_are() -> None:
 
 
 def test_mfu_is_the_efficiency_less_bubble_recompute_and_messages() -> None:
-    alone = plan(make_config(), 1)
-    assert alone["mfu"] == pytest.approx(0.4)
-    assert alone["step_seconds"] == pytest.approx(4 * 256 * train_flops_per_token(SMALL, 256) / 0.4e11)
+    config = of_products_alone(make_config())
+    alone = plan(config, 1)
     spent = alone["flops"]["forward_by_site"]
     forward = sum(spent.values())
-    # Heads, MTP's fusion [2d -> d] and the output site's four sources lie outside the recomputed layers.
-    again = forward - 2 * spent["head"] - 4 * 256**2 - 6 * 256 * 4
-    recomputed = plan(holding(make_config(), layer="recompute", mtp__layer="recompute"), 1)
-    assert recomputed["mfu"] == pytest.approx(0.4 * 3 * forward / (3 * forward + again))
-    assert plan(make_config(pipeline=2), 2)["mfu"] < 0.4 / (1 + 1 / 4)
+    # AttnRes takes what it moves, here nothing; backwards of the cores take longer than their FLOPs say.
+    kda, mla = spent["kda_core"], spent["mla_core"] + layer_flops(SMALL, 8, 256)["mla_core"]
+    worked = 3 * (forward - spent["attn_res"]) + 0.6 * kda + 0.5 * mla
+    assert alone["step_seconds"] == pytest.approx(4 * 256 * worked / 0.4e11)
+    assert sum(alone["step_seconds_by_part"].values()) == pytest.approx(alone["step_seconds"])
+    assert alone["mfu"] == pytest.approx(0.4 * 3 * forward / worked)
+    # Heads and MTP's fusion [2d -> d] lie outside the recomputed layers.
+    again = forward - spent["attn_res"] - 2 * spent["head"] - 4 * 256**2
+    recomputed = plan(of_products_alone(holding(make_config(), layer="recompute", mtp__layer="recompute")), 1)
+    assert recomputed["mfu"] == pytest.approx(0.4 * 3 * forward / (worked + again), rel=1e-3)
+    assert plan(of_products_alone(make_config(pipeline=2)), 2)["mfu"] < 0.4 / (1 + 1 / 4)
 
 
 def test_faster_links_shorten_the_step() -> None:
@@ -367,8 +378,8 @@ def test_k3_pretrain_leaves_room_on_its_fullest_rank() -> None:
     assert largest / 2**30 == pytest.approx(106.5, abs=0.1)
     # The process, its libraries and the allocator's unused blocks come on top.
     assert largest < 0.85 * config.cluster.memory_gib * 2**30
-    assert planned["pipeline"]["bubble_over_compute"] == pytest.approx(0.048, abs=0.001)
-    assert planned["mfu"] == pytest.approx(0.185, abs=0.001)
+    assert planned["pipeline"]["bubble_over_compute"] == pytest.approx(0.053, abs=0.001)
+    assert planned["mfu"] == pytest.approx(0.192, abs=0.001)
 
 
 @pytest.mark.parametrize("recipe", ["tiny", "tiny_dense_check", "h200_small", "h200_slice", "k3_pretrain"])
@@ -465,7 +476,6 @@ def test_bubbles_inline_and_phase_stand_side_by_side() -> None:
 def test_a_recomputed_forward_takes_time_and_counts_no_flops() -> None:
     config = with_images()
     plain = planned_with(config, 1)
-    assert plain["mfu"] == pytest.approx(0.4)
     again = planned_with(holding(config, vit__layer="recompute"), 1)
     assert again["flops"] == plain["flops"]
     assert again["pipeline"]["vision_seconds"] == pytest.approx(4 / 3 * plain["pipeline"]["vision_seconds"])
@@ -551,7 +561,7 @@ def test_k3_with_its_tower_fits() -> None:
     assert round(planned["parameters"]["by_kind"]["vision_tower"] / 1e6, 1) == 401.2
     assert round(planned["parameters"]["by_kind"]["projector"] / 1e6, 1) == 46.1
     assert planned["pipeline"]["images"] == {"count": 8, "grid": [1, 32, 32], "stated": False}
-    assert planned["pipeline"]["hidden_fraction"] > 0.8
+    assert planned["pipeline"]["hidden_fraction"] > 0.78
     largest = max(sum(rank.values()) for rank in planned["memory_bytes"])
     assert largest < 0.9 * config.cluster.memory_gib * 2**30
 

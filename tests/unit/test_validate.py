@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from k3train import compatibility
-from k3train.config import Config, ParallelConfig, fixed_keys, flatten
+from k3train.config import Config, ParallelConfig, flatten
 from k3train.config_file import to_yaml
 from k3train.data.indexed import write_index
 from k3train.data.prepare import PreparedInfo
 from k3train.errors import UserError
+from k3train.resume import fixed_keys
 from k3train.validate import ABOVE_ZERO, AT_LEAST, BETWEEN, CHOICES, validate
 from launch import reference
 from launch.compose import compose, ready, resolve_layout, world_size
@@ -33,6 +34,10 @@ MOONEP = ["parallel.expert.size=2", "parallel.expert.dispatcher=moonep"]
         (["optim.lr=nan"], ["optim.lr=nan", "finite"]),
         (["optim.beta2=1.0"], ["optim.beta2=1.0", "from 0 to 1, 1 excluded"]),
         (["optim.min_lr_ratio=1.5"], ["optim.min_lr_ratio=1.5", "from 0 to 1"]),
+        (["log.prometheus_port=80"], ["log.prometheus_port=80", "from 1024 to 65535, or 0"]),
+        (["log.alerts.clear=1.5"], ["log.alerts.clear=1.5", "from 0 to 1"]),
+        (["log.alerts.stall=-1"], ["log.alerts.stall=-1.0", "at least 0"]),
+        (["log.alerts.webhook_env=a/s3cret"], ["log.alerts.webhook_env: is the name of an environment"]),
         (["model.norm_eps=0"], ["model.norm_eps=0.0", "above 0"]),
         (["model.gate_lower_bound=0"], ["model.gate_lower_bound=0.0", "below 0"]),
         (["model.dtype=fp8"], ["model.dtype=fp8", "float32, bfloat16"]),
@@ -271,14 +276,25 @@ def test_a_folder_of_another_run_is_refused_unless_it_starts_anew(tmp_path: Path
     assert ready([*base, "optim.lr=0.5", "run.resume=false"]).optim.lr == 0.5
 
 
-def test_a_run_of_moonep_may_go_on_with_other_means_but_not_another_dispatcher(tmp_path: Path) -> None:
+def test_a_run_may_go_on_in_another_layout_of_as_many_samples(tmp_path: Path) -> None:
     base = ["recipe=tiny", "parallel=ep2", "parallel.expert.dispatcher=moonep", f"run.dir={tmp_path}"]
     (tmp_path / "config.yaml").write_text(to_yaml(ready(base)))
     changed = ready([*base, "parallel.expert.slots=1", "parallel.expert.transport=collective"])
     assert changed.parallel.expert.slots == 1
-    for override in ("parallel.expert.dispatcher=alltoall", "parallel.expert.policy=none"):
-        with pytest.raises(UserError, match=f"{override}: the run in .* has (moonep|fill); keep that"):
-            ready([*base, override])
+    other = [
+        "parallel.expert.dispatcher=alltoall",
+        "parallel.data=4",
+        "run.microbatches=2",
+        "parallel.zero=0",
+    ]
+    assert ready([*base, *other]).parallel.data == 4
+    with pytest.raises(
+        UserError,
+        match=r"= 16 samples a step, and the run in .* has 8; set run\.microbatches=2, or change it",
+    ):
+        ready([*base, "parallel.data=4"])
+    with pytest.raises(UserError, match=r"= 6 samples .* has 8; choose factors that give it"):
+        ready([*base, "parallel.data=6", "parallel.expert.size=2", "run.microbatches=1", "eval.batches=6"])
 
 
 @pytest.mark.parametrize("held", ["metrics.jsonl", "checkpoints"])
@@ -338,3 +354,9 @@ def test_a_run_may_go_on_with_rotating_buffers_and_without_them() -> None:
         return fixed_keys(Config(parallel=ParallelConfig(zero=zero)))["parallel.zero"]
 
     assert [fixed(zero) for zero in (0, 1, 2)] == [0, 1, 1]
+
+
+def test_a_url_in_place_of_a_variable_is_not_repeated() -> None:
+    with pytest.raises(UserError) as refusal:
+        ready(["recipe=tiny", "log.alerts.webhook_env=https://hooks.example/s3cret"])
+    assert "s3cret" not in str(refusal.value)

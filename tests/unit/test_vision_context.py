@@ -121,7 +121,7 @@ def test_price_follows_the_bandwidth_between_the_ranks() -> None:
     config.model.dtype = "bfloat16"
     inside = key_price(config)
     size = config.vision.depth * 2 * config.vision.num_heads * config.vision.head_dim * 2
-    assert inside == pytest.approx(size / 100e9 * 1000e12 * 0.4)
+    assert inside == pytest.approx(size / 100e9 * 1000e12 * config.cluster.efficiency.dense_gemm)
     config.parallel.context = 8
     assert key_price(config) == pytest.approx(10 * inside)
 

@@ -60,10 +60,13 @@ function liveChart(figure) {
     clear();
     const scale = figure.dataset.scale;
     const pointed = data.x[0] + x * (data.x[1] - data.x[0]);
-    let rows = data.series.map((series) => {
+    const visible = (series) =>
+      series.run === null || !document.querySelector(`button.run[data-run="${series.run}"][aria-pressed="false"]`);
+    let rows = data.series.filter(visible).map((series) => {
       const [step, value] = nearest(series.points, pointed);
       return { ...series, step, value, up: place(data.y[scale], value, scale === "log") };
     });
+    if (!rows.length) return;
     const distance = (row) => Math.abs(row.step - pointed);
     const step = rows.reduce((best, row) => (distance(row) < distance(best) ? row : best)).step;
     if (rows.length > MOST_ROWS) {

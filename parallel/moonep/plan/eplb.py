@@ -45,20 +45,27 @@ class Eplb:
         memory["loads"] += counts.sum(0, dtype=torch.int64)
         memory["seen"] += 1
         if int(memory["seen"]) % self.every == 0:
-            loads = memory["loads"].tolist()
-            found = placement(loads, counts.shape[0], self.slots, move_homes=self.move_homes)
-            memory["holders"].copy_(torch.tensor(found, dtype=torch.int32))
+            memory["placed"].copy_(memory["loads"])
             memory["loads"].zero_()
+            self.place()
+
+    def place(self) -> None:
+        """Deal the copies that the loads `placed` ask for on this many ranks; waits for the device."""
+        holders = self._memory["holders"]
+        loads = self._memory["placed"].tolist()
+        found = placement(loads, holders.shape[0], self.slots, move_homes=self.move_homes)
+        holders.copy_(torch.tensor(found, dtype=torch.int32))
 
     def memory(self, ranks: int, experts: int, device: torch.device) -> dict[str, Tensor]:
         """All that it knows, in tensors that it changes in place: keep them, and fill them to go on.
 
-        `loads` int64 [E] since the last placement, `seen` int64 [], `holders` int32 [R, E], 1 where a rank
-        has the expert.
+        `loads` int64 [E] since the last placement, `placed` int64 [E] that it was made from, `seen` int64 [],
+        `holders` int32 [R, E], 1 where a rank has the expert: what `place` makes of `placed`.
         """
         if not self._memory:
             self._memory = {
                 "loads": torch.zeros(experts, dtype=torch.int64, device=device),
+                "placed": torch.zeros(experts, dtype=torch.int64, device=device),
                 "seen": torch.zeros((), dtype=torch.int64, device=device),
                 "holders": torch.eye(ranks, dtype=torch.int32, device=device).repeat_interleave(
                     experts // ranks, dim=1

@@ -164,11 +164,11 @@ def test_every_node_joins_one_rendezvous(tmp_path: Path, jobs: list[Job]) -> Non
 
 
 def test_signal_before_the_limit_reaches_every_node_and_requeues(tmp_path: Path, jobs: list[Job]) -> None:
-    job = Job(tmp_path, two_nodes())
+    job = Job(tmp_path, two_nodes(), CODE_AFTER_SIGNAL="75")
     jobs.append(job)
     job.wait_for("started.0", "started.1")
     job.process.send_signal(signal.SIGUSR1)
-    assert job.process.wait(timeout=20) == 0
+    assert job.process.wait(timeout=20) == 75
     assert (job.records / "saved.0").exists() and (job.records / "saved.1").exists()
     assert job.requeued() == "requeue 1234567"
 
@@ -176,7 +176,7 @@ def test_signal_before_the_limit_reaches_every_node_and_requeues(tmp_path: Path,
 def test_a_second_signal_while_the_run_saves_does_not_lose_the_requeue(
     tmp_path: Path, jobs: list[Job]
 ) -> None:
-    job = Job(tmp_path, two_nodes(), SLOW_SAVE="1")
+    job = Job(tmp_path, two_nodes(), SLOW_SAVE="1", CODE_AFTER_SIGNAL="75")
     jobs.append(job)
     job.wait_for("started.0", "started.1")
     job.process.send_signal(signal.SIGUSR1)
@@ -187,7 +187,7 @@ def test_a_second_signal_while_the_run_saves_does_not_lose_the_requeue(
         assert job.process.poll() is None, "the job ended ahead of its step"
     assert job.requeued() == ""
     (job.records / "disk").touch()
-    assert job.process.wait(timeout=20) == 0
+    assert job.process.wait(timeout=20) == 75
     assert (job.records / "saved.0").exists() and (job.records / "saved.1").exists()
     assert job.requeued() == "requeue 1234567"
 
@@ -219,6 +219,18 @@ def test_exit_status_is_the_run_s(tmp_path: Path, jobs: list[Job]) -> None:
     jobs.append(job)
     assert job.process.wait(timeout=20) == 2
     assert job.requeued() == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "earlier", "again"), [("124", "3", True), ("1", "20", False), ("3", "0", False)]
+)
+def test_a_hang_is_requeued_so_often_and_a_divergence_never(
+    code: str, earlier: str, again: bool, tmp_path: Path, jobs: list[Job]
+) -> None:
+    job = Job(tmp_path, two_nodes(), CODE=code, SLURM_RESTART_COUNT=earlier)
+    jobs.append(job)
+    assert job.process.wait(timeout=20) == int(code)
+    assert bool(job.requeued()) == again
 
 
 def test_a_line_break_cannot_leave_its_directive() -> None:

@@ -1,4 +1,9 @@
-from k3train.log.panels import PANELS, natural_key, sections
+import re
+from pathlib import Path
+
+from k3train.log.panels import PANELS, as_regex, natural_key, sections
+
+ROOT = Path(__file__).parents[3]
 
 
 def panel(title):
@@ -25,3 +30,30 @@ def test_every_metric_stands_on_one_panel_only():
     patterns = [pattern for panel in PANELS for pattern in panel.metrics]
     assert len(patterns) == len(set(patterns))
     assert sum(len(panels) for panels in sections().values()) == len(PANELS)
+
+
+def documented():
+    """Names in the tables of metrics, with a layer for `layer_N`."""
+    names = []
+    for page, prefix in (("training", ""), ("moonep", "moonep/")):
+        part = (ROOT / f"docs/{page}.md").read_text().partition("## Metrics")[2].partition("\n## ")[0]
+        cells = [line.split("|")[1] for line in part.splitlines() if line.startswith("| `")]
+        names += [prefix + name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    return [name.replace("layer_N", "layer_7") for name in names if not name.endswith(("...", "/_after"))]
+
+
+def test_every_documented_metric_has_a_panel():
+    names = documented()
+    assert len(names) > 30
+    words = {"stage", "stage_number"}
+    without = [name for name in names if name not in words and not any(p.select([name]) for p in PANELS)]
+    assert without == []
+
+
+def test_a_star_is_read_alike_by_tensorboard_and_wandb():
+    for pattern in (pattern for panel in PANELS for pattern in panel.metrics):
+        # wandb takes a star at the end alone; TensorBoard gets the regular expression.
+        assert "*" not in pattern[:-1]
+        name = pattern.replace("*", "x1")
+        assert re.fullmatch(as_regex(pattern), name)
+        assert not re.fullmatch(as_regex(pattern), f"{name}/more")

@@ -16,7 +16,7 @@ from k3train.log.metrics import MetricsLog
 from k3train.log.panels import PANELS
 from k3train.log.report import borders, write_report
 
-VOID = {"meta", "img", "line", "path", "br"}
+VOID = {"meta", "img", "line", "path", "br", "link"}
 
 
 class Page(HTMLParser):

@@ -6,6 +6,7 @@ import types
 import pytest
 
 from k3train.config import LogConfig
+from k3train.log.alerts import Alert
 from k3train.log.wandb import WandbSink, run_id
 
 
@@ -161,3 +162,14 @@ def test_offline_writes_a_run_without_network(tmp_path, monkeypatch):
     assert [path.stat().st_size > 0 for path in tmp_path.glob(f"wandb/offline-run-*/run-{known}.wandb")] == [
         True
     ]
+
+
+def test_an_alert_reaches_the_run_behind_its_records(tmp_path, install):
+    run, told = FakeRun(), []
+    run.alert = lambda **options: told.append((len(run.logged), options))
+    install(lambda **options: run)
+    sink = make(tmp_path)
+    sink.log(1, {"loss": 2.0})
+    sink.alert(2, Alert("stall", "a step took 90 s"))
+    sink.close()
+    assert told == [(1, {"title": "stall", "text": "step 2: a step took 90 s", "level": "WARN"})]

@@ -115,3 +115,29 @@ def test_check_accepts_an_unbalanced_plan_only_when_told() -> None:
     check(made, step(0)[0], balanced=False)
     with pytest.raises(ValueError, match="not its capacity of rows"):
         check(made, step(0)[0])
+
+
+def test_copies_follow_from_the_loads_that_they_were_placed_by() -> None:
+    """What a checkpoint keeps: from it another object, on these ranks or on others, places copies alike."""
+    policy = Eplb(every=2, slots=1)
+    counts = torch.tensor([[9, 1, 2, 1, 1, 1, 5, 2], [9, 0, 0, 1, 0, 3, 0, 0]])
+    policy.memory(2, 8, torch.device("cpu"))
+    policy.place()
+    assert policy.memory(2, 8, torch.device("cpu"))["holders"].tolist() == [
+        [1] * 4 + [0] * 4,
+        [0] * 4 + [1] * 4,
+    ]
+    for _ in range(3):
+        policy.observe(counts)
+    before = policy.memory(2, 8, torch.device("cpu"))
+    for ranks in (2, 4):
+        other = Eplb(every=2, slots=1)
+        memory = other.memory(ranks, 8, torch.device("cpu"))
+        for name in ("loads", "placed", "seen"):
+            memory[name].copy_(before[name])
+        other.place()
+        loads = (2 * counts.sum(0)).tolist()
+        assert memory["holders"].tolist() == placement(loads, ranks, 1)
+        if ranks == 2:
+            assert torch.equal(memory["holders"], before["holders"])
+    assert before["holders"].sum() == 10

@@ -1,0 +1,104 @@
+"""Whether ranks that have failed are started again, and how often; imports torch for types alone."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from k3train.checkpoint.folders import available
+from k3train.errors import UserError
+from k3train.exit_status import DIVERGED, HUNG, INTERRUPTED, REFUSED, UNHEALTHY
+
+from . import status
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import RunResult
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+ENTRY = "launch.train"
+TOGETHER = 2
+"""Seconds; less than the agent leaves ranks to end."""
+FINAL = {REFUSED, DIVERGED, UNHEALTHY, INTERRUPTED}
+"""On this machine the same start would end the same way, or a person has stopped it."""
+
+
+class Restarts:
+    """Counts the restarts in a row that have brought no new checkpoint."""
+
+    def __init__(self, arguments: Sequence[str], options: Namespace, folder: str) -> None:
+        """`arguments`: torchrun's, parsed as `options`; `folder`: where the workers tell how they ended."""
+        self.arguments, self.options, self.folder = list(arguments), options, folder
+        self.stopping = False
+        """A stop signal has come: what fails now is not started again."""
+        self._in_a_row, self._newest = 0, -1
+
+    def again(self, result: RunResult) -> bool:
+        """Whether to start all ranks again; says so."""
+        codes: set[int | None] = {failure.exitcode for failure in result.failures.values()}
+        codes |= {worker.code for worker in status.read(self.folder)}
+        if self.stopping or codes & FINAL:
+            return False
+        most, newest = self._most()
+        self._in_a_row = self._in_a_row + 1 if newest <= self._newest else 1
+        self._newest = newest
+        if self._in_a_row > most:
+            return False
+        behind = f"step {newest}" if newest > 0 else "the start"
+        print(
+            f"k3train: {first_failure(result.failures)}; starting all ranks again from {behind} "
+            f"({self._in_a_row} of {most} without a new checkpoint)",
+            file=sys.stderr,
+            flush=True,
+        )
+        return True
+
+    def starting(self) -> None:
+        """Forget what the ranks of an earlier start have told."""
+        for path in Path(self.folder).glob("*.json"):
+            path.unlink(missing_ok=True)
+
+    def _most(self) -> tuple[int, int]:
+        """Restarts allowed, and the newest step that has a checkpoint (0 without one)."""
+        given = any(word.partition("=")[0] in ("--max-restarts", "--max_restarts") for word in self._own())
+        if ENTRY not in self.arguments:
+            return self.options.max_restarts, 0
+        from .compose import compose
+
+        try:
+            config = compose(self.arguments[self.arguments.index(ENTRY) + 1 :])
+        except UserError:
+            return 0, 0
+        newest = max(available(Path(config.run.dir).expanduser() / "checkpoints"), default=0)
+        # Pods that meet at a fixed address are started again one by one, by their operator.
+        alone = self.options.rdzv_backend == "c10d" or self.options.nnodes in ("1", "1:1")
+        most = self.options.max_restarts if given else config.fault.max_restarts
+        return most if alone else 0, newest
+
+    def _own(self) -> list[str]:
+        """The agent's arguments, without the ranks'."""
+        return self.arguments[: self.arguments.index("-m")] if "-m" in self.arguments else self.arguments
+
+
+def first_failure(failures: Mapping[int, ProcessFailure | Any]) -> str:
+    """Who failed first, and how.
+
+    Ranks that lose one fail too, often before the agent sees the first, and their times are whole seconds: of
+    those that failed together it is the one that was killed. The agent itself kills some seconds later.
+    """
+    first = min(failure.timestamp for failure in failures.values())
+    together = {rank: each for rank, each in failures.items() if each.timestamp <= first + TOGETHER}
+    rank, failure = min(together.items(), key=lambda item: (not _killed(item[1].exitcode), item[1].timestamp))
+    code = failure.exitcode
+    if code == HUNG:
+        return "the run hung"
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit status {code}"
+    return f"rank {rank} {how}"
+
+
+def _killed(code: int) -> bool:
+    """By another signal than the one with which the agent ends ranks."""
+    return code < 0 and code != -signal.SIGTERM
