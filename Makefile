@@ -1,7 +1,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint types format docs docs-check bench report tensorboard doctor clean
+.PHONY: help install train test lint types format docs docs-check site bench report tensorboard doctor clean
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -41,14 +41,17 @@ format: $(READY) ## let ruff rewrite what it can
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
 
-docs: $(READY) ## write docs/configuration.md anew
+docs: $(READY) ## write what docs/ has of the code anew: keys, recipes, commands, pictures
 	@$(BIN)/python -m launch.reference
 
-docs-check: $(READY) ## fail when docs/configuration.md is out of date
+docs-check: $(READY) ## fail when one of those is out of date
 	@$(BIN)/python -m launch.reference --check
 
+site: $(READY) ## build the documentation as a site into site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 bench: $(READY) ## run every benchmark in its quick form
-	@for script in train_step operators checkpoint startup pipeline_bubble vit_overlap attn_res_traffic moonep_planner moe_layer grouped_gemm muon zero2 offload_tiers fp8_storage activation_memory mx_codec qat_overhead kcp; do $(BIN)/python benchmarks/$$script.py --quick; done
+	@for script in train_step operators checkpoint startup pipeline_bubble vit_overlap attn_res_traffic moonep_planner moe_layer grouped_gemm muon zero2 offload_tiers fp8_storage activation_memory mx_codec qat_overhead kcp plan_accuracy kda; do $(BIN)/python benchmarks/$$script.py --quick; done
 
 report: $(READY) ## write the curves of RUN (runs/tiny) as one HTML page
 	@$(BIN)/k3train report $(RUN)
@@ -60,7 +63,7 @@ doctor: $(READY) ## say what is installed, what is used, and why not
 	@$(BIN)/k3train doctor
 
 clean: ## remove .venv and caches; runs stay
-	rm -rf .venv build dist *.egg-info .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
