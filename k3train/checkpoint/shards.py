@@ -191,7 +191,7 @@ class ShardWriter:
         if isinstance(written, Exception):
             # Its frames hold views of BytesIO in a cycle, which CPython's collector frees in an order that
             # crashes the process (seen on 3.12.1).
-            #traceback.clear_frames(written.__traceback__)
+            traceback.clear_frames(written.__traceback__)
             raise written.with_traceback(None)
         return Report(list(written), {bucket[1]: manifest.checksum(bucket[0])})
 

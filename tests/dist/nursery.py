@@ -67,6 +67,8 @@ class Nursery:
         answer = self._ask(
             {"target": target, "args": args, "folder": str(folder), "rank": rank, "environment": environment}
         )
+        # Numbers of processes come again: this one's exit code is not that of an earlier worker.
+        self._ended.pop(int(answer["pid"]), None)
         return Worker(self, int(answer["pid"]))
 
     def ended(self) -> dict[int, int]:
