@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,10 +188,7 @@ class ShardWriter:
         assert answer is not None
         written: Any = answer[1]
         if isinstance(written, Exception):
-            # Its frames hold views of BytesIO in a cycle, which CPython's collector frees in an order that
-            # crashes the process (seen on 3.12.1).
-            traceback.clear_frames(written.__traceback__)
-            raise written.with_traceback(None)
+            raise _without_frames(written)
         return Report(list(written), {bucket[1]: manifest.checksum(bucket[0])})
 
 
@@ -256,6 +252,18 @@ def _reason(folder: Path, rank: int) -> str:
         return f"rank {rank}: {_mark(folder, rank, 'failed').read_text()}"
     except OSError:
         return f"rank {rank} could not write its part"
+
+
+def _without_frames(error: Exception) -> Exception:
+    """The error, and those before it, without the frames that they passed through.
+
+    These hold views of BytesIO, in a cycle with the error that one of them keeps. CPython's collector frees
+    such a cycle in an order that crashes the process (seen on 3.12.1).
+    """
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__, each = None, each.__context__
+    return error
 
 
 def _on_host(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
