@@ -101,7 +101,8 @@ def main() -> None:
 
 def publish(options: Any, folder: str) -> None:
     """Measure and print."""
-    from k3train.train.assemble import set_numerics, topology
+    from k3train.layout import layout_of
+    from k3train.train.assemble import set_numerics
     from parallel.groups import destroy, initialize
 
     large = torch.cuda.is_available() and not options.quick
@@ -114,7 +115,7 @@ def publish(options: Any, folder: str) -> None:
     configs = {name: resolve_layout(compose([*chosen, f"offload.policy={name}"]), 1) for name in names}
     config = configs["keep"]
     set_numerics(config)
-    groups = initialize(topology(config), device=config.run.device, timeout_minutes=5, seed=1)
+    groups = initialize(layout_of(config), device=config.run.device, timeout_minutes=5, seed=1)
     rows = [] if options.only_baseline else our_rows(configs, groups, options)
     baseline = [] if options.no_baseline else megatron_rows(config, groups, options)
     figures = {
@@ -260,10 +261,10 @@ def our_rows(configs: dict[str, Config], groups: Any, options: Any) -> list[dict
 def planned(config: Config) -> dict[str, float]:
     """Bytes that the plan has a micro-batch leave behind, by the manager's places."""
     from k3train.activation_ledger import as_measured, stage_places, stages
+    from k3train.layout import layout_of
     from k3train.schedule import layer_cuts, row_plan
-    from k3train.train.assemble import topology
 
-    layout = topology(config)
+    layout = layout_of(config)
     cuts = layer_cuts(config, layout)
     (stage,) = stages(config, cuts, row_plan(config, layout, cuts))
     return as_measured(stage_places(config, stage, 0), config.offload.inflight_mib << 20)

@@ -59,13 +59,13 @@ class Disturbed:
 
 def main() -> None:
     parser = report.arguments(__doc__ or "")
-    parser.add_argument("--steps", type=int, help="60; quick 16")
+    parser.add_argument("--steps", type=int, help="60; quick 24")
     parser.add_argument("--step-seconds", type=float, default=30.0, help="simulated (%(default)s)")
-    parser.add_argument("--faults", type=int, help="10; quick 2")
+    parser.add_argument("--faults", type=int, help="10; quick 5, each kind once")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    steps = options.steps or (16 if options.quick else 60)
-    faults = options.faults or (2 if options.quick else 10)
+    steps = options.steps or (24 if options.quick else 60)
+    faults = options.faults or (5 if options.quick else 10)
     with tempfile.TemporaryDirectory() as folder:
         figures = compare(Path(folder), steps=steps, faults=faults, seed=options.seed)
     figures["simulated_minutes"] = steps * options.step_seconds / 60

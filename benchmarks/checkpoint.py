@@ -55,13 +55,14 @@ def main() -> None:
 
 def measure(config: Config, folder: Path, saves: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """All seconds, and a row for each kind of save."""
-    from k3train.train.assemble import build_trainer, set_numerics, topology
+    from k3train.layout import layout_of
+    from k3train.train.assemble import build_trainer, set_numerics
     from k3train.train.inputs import Inputs
     from k3train.train.step import train_step
     from parallel.groups import destroy, initialize
 
     set_numerics(config)
-    groups = initialize(topology(config), device=config.run.device, timeout_minutes=5, seed=1)
+    groups = initialize(layout_of(config), device=config.run.device, timeout_minutes=5, seed=1)
     inputs, trainer = Inputs(config, groups), build_trainer(config, groups)
     steps = iter(range(1, 1_000_000))
 

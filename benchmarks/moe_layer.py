@@ -136,15 +136,16 @@ class LayerRank:
     def __init__(self, overrides: list[str], transports: list[str]) -> None:
         import torch
 
+        from k3train.layout import layout_of
         from k3train.model.transformer_config import transformer_config
-        from k3train.train.assemble import expert_padding, set_numerics, topology
+        from k3train.train.assemble import expert_padding, set_numerics
         from launch.compose import compose, resolve_layout
         from parallel.groups import initialize, second_expert_group
         from parallel.moonep.transport import open_transport
 
         self.config = resolve_layout(compose(overrides))
         set_numerics(self.config)
-        self.groups = initialize(topology(self.config), timeout_minutes=5, seed=1)
+        self.groups = initialize(layout_of(self.config), timeout_minutes=5, seed=1)
         self.group = self.groups.pg_collection.ep
         self.device = self.groups.device
         self.layers: dict[str, Any] = {}

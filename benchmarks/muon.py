@@ -29,12 +29,12 @@ import torch
 from benchmarks.common import report
 from benchmarks.train_step import QUICK, measure, release, timed
 from k3train.config import Config, ModelConfig
+from k3train.layout import layout_of
 from k3train.memory import stage_of
 from k3train.optim.groups import Split, newton_schulz_flops, split
 from k3train.optim.layout import Rule, muon_traffic, owned_blocks
 from k3train.optim.owners import Span, cut, exchange
 from k3train.optim.per_head import Matrix, PerHeadMuon, Settings
-from k3train.plan import layout_of
 from k3train.quiet import quiet
 from k3train.schedule import layer_cuts
 from k3train.shapes import Parameter, compact_parameters

@@ -162,7 +162,8 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from k3train.train.assemble import build_trainer, set_numerics, topology
+    from k3train.layout import layout_of
+    from k3train.train.assemble import build_trainer, set_numerics
     from k3train.train.calibrate import batches
     from k3train.train.step import train_step
     from launch.compose import compose, resolve_layout
@@ -170,7 +171,7 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
 
     config = resolve_layout(compose(overrides), int(os.environ["WORLD_SIZE"]))
     set_numerics(config)
-    groups = initialize(topology(config), device=config.run.device, timeout_minutes=10, seed=1)
+    groups = initialize(layout_of(config), device=config.run.device, timeout_minutes=10, seed=1)
     trainer = build_trainer(config, groups)
     work = batches(config, groups)
     cuda = groups.device.type == "cuda"

@@ -39,13 +39,14 @@ SYSTEMS = {
 
 def measure(configs: dict[str, Config], steps: int, warmup: int) -> list[dict[str, Any]]:
     """Step times, losses and peak memory of each system."""
-    from k3train.train.assemble import set_numerics, topology
+    from k3train.layout import layout_of
+    from k3train.train.assemble import set_numerics
     from k3train.train.inputs import Inputs
     from parallel.groups import destroy, initialize
 
     first = next(iter(configs.values()))
     set_numerics(first)
-    groups = initialize(topology(first), device=first.run.device, timeout_minutes=5, seed=1)
+    groups = initialize(layout_of(first), device=first.run.device, timeout_minutes=5, seed=1)
     inputs = Inputs(first, groups)
     systems = [System(name, config, groups) for name, config in configs.items()]
     with contextlib.suppress(KeyboardInterrupt):  # what has been measured is told all the same

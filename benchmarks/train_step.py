@@ -66,14 +66,15 @@ def measure(
     recipe: str, config: Config, steps: int, warmup: int, profile: bool, baseline: bool
 ) -> list[dict[str, Any]]:
     """Rows of one recipe: k3train, and megatron-core with the ratio."""
+    from k3train.layout import layout_of
     from k3train.ops.packing import Packing
-    from k3train.train.assemble import build_trainer, set_numerics, topology
+    from k3train.train.assemble import build_trainer, set_numerics
     from k3train.train.inputs import Inputs
     from k3train.train.step import train_step
     from parallel.groups import destroy, initialize
 
     set_numerics(config)
-    groups = initialize(topology(config), device=config.run.device, timeout_minutes=5, seed=1)
+    groups = initialize(layout_of(config), device=config.run.device, timeout_minutes=5, seed=1)
     inputs = Inputs(config, groups)
     trainer = build_trainer(config, groups)
     phases: defaultdict[str, list[float]] = defaultdict(list)

@@ -139,7 +139,8 @@ class Lane:
 
         import torch
 
-        from k3train.train.assemble import build_trainer, set_numerics, topology
+        from k3train.layout import layout_of
+        from k3train.train.assemble import build_trainer, set_numerics
         from launch.compose import compose, resolve_layout
         from parallel.groups import initialize
         from tests.dist.zero2_worker import Peak
@@ -149,7 +150,7 @@ class Lane:
         config = resolve_layout(compose(overrides), int(os.environ["WORLD_SIZE"]))
         set_numerics(config)
         if first is None:
-            self.groups = initialize(topology(config), device=config.run.device, timeout_minutes=5, seed=1)
+            self.groups = initialize(layout_of(config), device=config.run.device, timeout_minutes=5, seed=1)
         else:
             self.groups = first.groups
         self.trainer = build_trainer(config, self.groups)

@@ -19,10 +19,11 @@ from .data.chat.messages import Chat, Message
 from .data.chat.parse import XtmlError, parse_answer, shown
 from .data.chat.spans import ChatEncoder
 from .data.tokenizer import load_tokenizer
+from .layout import layout_of
 from .model.decoder import LanguageModelChunk
 from .model.transformer_config import transformer_config
 from .ops.packing import Packing
-from .train.assemble import set_numerics, topology
+from .train.assemble import set_numerics
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Generator:
     def __init__(self, config: Config, run_dir: Path) -> None:
         set_numerics(config)
         self.config = config
-        self.groups = initialize(topology(config), timeout_minutes=1, seed=config.run.seed)
+        self.groups = initialize(layout_of(config), timeout_minutes=1, seed=config.run.seed)
         self.tokenizer = load_tokenizer(config.data.tokenizer)
         self.model = LanguageModelChunk(
             transformer_config(config), range(config.model.num_layers), self.groups.pg_collection

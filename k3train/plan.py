@@ -28,6 +28,7 @@ from .expert_plan import assumptions
 from .flops import forward_flops_per_token, train_flops_per_token
 from .gradient_plan import Gradients, costs_more, equal_chunks
 from .image_load import bundled, default_load, load_assumptions
+from .layout import layout_of
 from .log.stacks import Series
 from .memory import gradient_ledgers, memory_for_plan, rank_memory, vision_bytes
 from .microbatch import row_bytes
@@ -231,18 +232,6 @@ def _vision_assumptions(config: Config, simulated: Simulation, timed: Simulation
     if simulated.vision is None:
         lines.append("the pipeline of equal chunks is the language model's alone; the step has the tower too")
     return lines
-
-
-def layout_of(config: Config, world_size: int) -> Topology:
-    """The layout of a configuration on so many ranks. Raises LayoutError."""
-    parallel = config.parallel
-    return Topology(
-        pipeline=parallel.pipeline,
-        virtual=parallel.virtual,
-        expert=parallel.expert.size,
-        context=parallel.context,
-        data=parallel.data or world_size // (parallel.pipeline * parallel.context),
-    )
 
 
 def _context(config: Config) -> dict[str, Any]:

@@ -19,12 +19,12 @@ from parallel.topology import Topology
 from . import memory
 from . import rehearsal_checks as checks
 from .config import Config
+from .layout import layout_of
 from .optim.groups import moments
 from .rehearsal_facts import Problem, RankFacts
 from .rehearsal_rank import groups_of, on_device, rank_of
 from .schedule import layer_cuts, pipeline_table, row_plan
 from .shapes import compact_parameters
-from .train.assemble import topology as topology_of
 
 SHARE = 16
 """Ranks that a process builds at a time."""
@@ -71,7 +71,7 @@ def rehearse(
     """
     _posted.clear()
     config = on_device(config)
-    topology, chosen = topology_of(config), set(ranks)
+    topology, chosen = layout_of(config), set(ranks)
     everyone = sorted(chosen) + [rank for rank in range(topology.world_size) if rank not in chosen]
     found: list[RankFacts] = []
     problems: list[Problem] = []
@@ -147,7 +147,7 @@ def _share(config: Config, ranks: Sequence[int], chosen: set[int]) -> list[RankF
 
 
 def _attempt(config: Config, rank: int, *, built: bool) -> RankFacts | Problem:
-    place = topology_of(config).coordinates(rank)["pipeline"]
+    place = layout_of(config).coordinates(rank)["pipeline"]
     try:
         if not built:
             return groups_of(config, rank)

@@ -25,11 +25,12 @@ from .checkpoint.optimizer_state import MASTER
 from .config import Config
 from .data.packed import Sample
 from .image_load import default_load
+from .layout import layout_of
 from .model.dispatch import BalancedDispatcher
 from .optim.build import sub_optimizers
 from .optim.per_head import PerHeadMuon
 from .rehearsal_facts import KINDS, Post, RankFacts, Saved, Stage, Trade
-from .train.assemble import build_trainer, topology
+from .train.assemble import build_trainer
 from .train.inputs import open_loader
 from .train.step import Trainer
 from .vision_shapes import PREFIX
@@ -101,7 +102,7 @@ def rank_of(config: Config, rank: int, *, posts: bool) -> RankFacts:
 
 def _in_place_of(config: Config, rank: int) -> contextlib.AbstractContextManager[Rehearsal]:
     minutes = config.parallel.timeout_minutes
-    return rehearsed(topology(config), rank, timeout_minutes=minutes, seed=config.run.seed)
+    return rehearsed(layout_of(config), rank, timeout_minutes=minutes, seed=config.run.seed)
 
 
 def _groups(rehearsal: Rehearsal) -> RankFacts:

@@ -20,6 +20,7 @@ from . import host_plan, plan, step_end, step_time
 from .activation_policy import TOWER_LAYER, policy_of, with_storage
 from .config import Config
 from .errors import UserError
+from .layout import layout_of
 from .memory import memory_for_plan, rank_memory
 from .schedule import layer_cuts, pipeline_table, row_plan, simulation, step_parts, with_bursts
 from .search_bounds import Bounds, Cut, Shape
@@ -124,7 +125,7 @@ class Planner:
 
 def ledgers(config: Config) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
     """Bytes by kind of a rank of each stage, on its device and in host memory, as `plan` has them."""
-    topology = step_time.topology_of(config)
+    topology = layout_of(config)
     if config.vision.enabled:
         simulated = simulation(config, topology)
         table, parts = simulated.timeline.table, step_parts(simulated)
@@ -239,7 +240,7 @@ class _Queue:
         key = replace(layout, size=1, policy="", microbatches=count)
         if key not in self._ends:
             config = self.space.configure(layout)
-            topology = step_time.topology_of(config)
+            topology = layout_of(config)
             parts = step_end.parts(config, topology, layer_cuts(config, topology))
             self._ends[key] = sum(part.seconds for part in parts.values())
         return self._ends[key]

@@ -19,6 +19,7 @@ from .activation_time import Added
 from .config import Config
 from .flops import TERA, train_flops_per_token
 from .image_load import default_load
+from .layout import layout_of
 from .operators import CLASSES, peak, summed
 from .schedule import Simulation, costs_of, layer_cuts, pipeline_table, row_plan, simulation, stage_parts
 from .stage_time import Work
@@ -51,7 +52,7 @@ def predict(config: Config) -> StepTime:
     Raises:
         LayoutError, UserError: what `validate` would refuse.
     """
-    topology = topology_of(config)
+    topology = layout_of(config)
     return of_simulation(config, topology, simulation(config, topology))
 
 
@@ -61,7 +62,7 @@ def estimate(config: Config) -> StepTime:
     The pipeline takes what its busiest rank works, and of the others what comes before and behind that. The
     vision tower is spread evenly and hidden as far as there is idle time. Raises what `predict` does.
     """
-    topology = topology_of(config)
+    topology = layout_of(config)
     cuts = layer_cuts(config, topology)
     rows = row_plan(config, topology, cuts)
     works, extra = stage_parts(config, topology, cuts, rows)
@@ -73,19 +74,6 @@ def estimate(config: Config) -> StepTime:
     own = tower / layout.pipeline
     pipe = _Pipe(busiest, span + own - hidden, busy[busiest] + own, own, messages)
     return _composed(config, topology, cuts, _Stages(rows.layout, works, extra), pipe)
-
-
-def topology_of(config: Config) -> Topology:
-    """The layout of a resolved configuration. Raises LayoutError."""
-    parallel = config.parallel
-    assert parallel.data is not None, "the layout has not been resolved"
-    return Topology(
-        pipeline=parallel.pipeline,
-        virtual=parallel.virtual,
-        expert=parallel.expert.size,
-        context=parallel.context,
-        data=parallel.data,
-    )
 
 
 def of_simulation(config: Config, topology: Topology, simulated: Simulation) -> StepTime:

@@ -112,7 +112,7 @@ def _resolved(composed: Config, ranks: int, inputs: bool) -> Config:
     validate(config, ranks, inputs=inputs)
     if config.offload.budget_gb is not None:
         from k3train.activation_plan import with_budget
-        from k3train.plan import layout_of
+        from k3train.layout import layout_of
 
         return with_budget(config, layout_of(config, ranks))
     if config.vision.enabled and policy_of(config).pattern(TOWER_LAYER) is None:

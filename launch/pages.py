@@ -7,7 +7,8 @@ from typing import Any
 
 from k3train import curriculum
 from k3train.config import Config
-from k3train.plan import layout_of, plan
+from k3train.layout import layout_of
+from k3train.plan import plan
 from k3train.schedule import simulation
 
 from .compose import ready_stages, world_size

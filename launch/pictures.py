@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from html import escape
 
+from k3train.layout import layout_of
 from k3train.log import stacks
 from k3train.log.curves import Axis
-from k3train.plan import layout_of, plan, step_series
+from k3train.plan import plan, step_series
 from k3train.schedule import Simulation, simulation
 from parallel.pipeline import draw
 from parallel.pipeline.build import build

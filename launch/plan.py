@@ -13,9 +13,10 @@ from k3train.config import Config
 from k3train.curriculum_view import render_stages
 from k3train.errors import UserError
 from k3train.image_load import FORM, stated_load
+from k3train.layout import layout_of
 from k3train.log import plan_page, stacks
 from k3train.log.timeline import Recording, median_costs, read, vision_seconds
-from k3train.plan import facts, layout_of, plan, render, step_series
+from k3train.plan import facts, plan, render, step_series
 from k3train.plan_view import shown_parts, traffic_rows
 from k3train.schedule import Simulation, simulation
 from parallel.pipeline import draw

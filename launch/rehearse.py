@@ -34,10 +34,10 @@ def main(arguments: Sequence[str]) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with _patience(world_size(config)) as progress:
         _prepare()
+        from k3train.layout import layout_of
         from k3train.rehearsal import rehearse, usual_ranks
-        from k3train.train.assemble import topology
 
-        result = rehearse(config, ranks or usual_ranks(topology(config)), progress=progress)
+        result = rehearse(config, ranks or usual_ranks(layout_of(config)), progress=progress)
     from k3train.rehearsal_view import describe, render
 
     if "--json" in arguments:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from k3train.layout import layout_of
 from k3train.ops.packing import Packing
 from k3train.schedule import layer_cuts, row_plan
-from k3train.train.assemble import build_trainer, set_numerics, topology
+from k3train.train.assemble import build_trainer, set_numerics
 from k3train.train.step import Batch, Losses, run_batches
 from k3train.vision_shapes import Grid, patch_values, patches, tokens
 from launch.compose import compose, resolve_layout
@@ -61,7 +62,7 @@ class PipelineRank:
     def __init__(self, overrides: Sequence[str]) -> None:
         self.config = resolve_layout(compose(overrides), int(os.environ["WORLD_SIZE"]))
         set_numerics(self.config)
-        place = topology(self.config)
+        place = layout_of(self.config)
         self.groups = initialize(
             place, device=self.config.run.device, timeout_minutes=TIMEOUT_MINUTES, seed=1
         )

@@ -25,6 +25,10 @@ POLL_SECONDS = 0.02
 COPY_BYTES = 16 << 20
 
 
+class SaveError(RuntimeError):
+    """The state of a run's last step, or of the one at which it was stopped, could not be saved."""
+
+
 class Save(threading.Thread):
     """Writes this rank's part and, on one rank, completes the folder."""
 

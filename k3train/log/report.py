@@ -386,7 +386,8 @@ def held_activations(run: RunData) -> str:
 
 def planned_activations(run: RunData) -> tuple[list[stacks.Series], float]:
     """What each pipeline rank was to hold, and the step's length; nothing where it cannot be planned."""
-    from ..plan import layout_of, step_series
+    from ..layout import layout_of
+    from ..plan import step_series
     from ..schedule import simulation
 
     try:

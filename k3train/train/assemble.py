@@ -20,7 +20,6 @@ from torch import Tensor
 
 from parallel.groups import Groups, second_expert_group
 from parallel.moonep.transport import Transport, open_transport
-from parallel.topology import Topology
 from parallel.zero2.rotator import Rotator
 from parallel.zero2.wrapper import RotatingDataParallel
 
@@ -42,19 +41,6 @@ from .pipeline import Pipeline
 from .shards import build_rotator, build_stream
 from .step import Trainer
 from .tower import Tower
-
-
-def topology(config: Config) -> Topology:
-    """The layout of a resolved configuration."""
-    parallel = config.parallel
-    assert parallel.data is not None, "the layout has not been resolved"
-    return Topology(
-        pipeline=parallel.pipeline,
-        virtual=parallel.virtual,
-        expert=parallel.expert.size,
-        context=parallel.context,
-        data=parallel.data,
-    )
 
 
 def build_trainer(config: Config, groups: Groups) -> Trainer:

@@ -27,6 +27,7 @@ from parallel.topology import Topology
 
 from ..config import Config
 from ..flops import KDA_CHUNK, TERA, site_sources
+from ..layout import layout_of
 from ..microbatch import tokens_per_microbatch
 from ..ops.attention import causal_attention
 from ..ops.grouped import Segments, grouped_linear
@@ -37,7 +38,7 @@ from ..optim.newton_schulz import orthogonalize
 from ..shapes import layer_kinds
 from ..step_end import planned_update
 from ..weight_sums import rank_sums
-from .assemble import build_trainer, set_numerics, topology
+from .assemble import build_trainer, set_numerics
 from .step import Batch, Trainer, train_step
 
 Say = Callable[[str], None]
@@ -200,7 +201,7 @@ def layers(config: Config, *, steps: int, say: Say) -> dict[str, Any]:
     """What `calibration.Shapes` reads, of one rank's part of `config`, in this process alone."""
     local = local_config(config)
     set_numerics(local)
-    groups = initialize(topology(local), device=local.run.device, timeout_minutes=5, seed=1)
+    groups = initialize(layout_of(local), device=local.run.device, timeout_minutes=5, seed=1)
     trainer = build_trainer(local, groups)
     clock, work = Clock(groups.device), batches(local, groups)
     timer = LayerTimes(trainer)

@@ -33,6 +33,7 @@ def train(stages: Sequence[Config], stages_behind: Callable[[int], Sequence[Conf
     from parallel.moonep.transport import TransportError
     from parallel.topology import LayoutError
 
+    from ..checkpoint.saving import SaveError
     from .diagnose import NonFiniteError
     from .health import UnhealthyError
     from .session import Session
@@ -49,6 +50,10 @@ def train(stages: Sequence[Config], stages_behind: Callable[[int], Sequence[Conf
         if os.environ.get("RANK", "0") == "0":
             print(f"k3train: {error}", file=sys.stderr)
         return DIVERGED
+    except SaveError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"k3train: {error}", file=sys.stderr)
+        return FAILED
     except UnhealthyError as error:
         if not error.alike or os.environ.get("RANK", "0") == "0":
             print(f"k3train: {error}", file=sys.stderr)

@@ -25,12 +25,14 @@ from ..checkpoint.folders import check_writable, lock_folder
 from ..checkpoint.huggingface.assets import carry
 from ..checkpoint.local import LocalDisk, join
 from ..checkpoint.manager import CheckpointManager, Found
+from ..checkpoint.saving import SaveError
 from ..checkpoint.sources import open_weights
 from ..checkpoint.weights import fill
 from ..config import Config, digest
 from ..config_file import keep_before, to_yaml
 from ..curriculum import is_border, may_change, place, row, shrinking, stage_of, stages
 from ..errors import UserError
+from ..layout import layout_of
 from ..log import timeline
 from ..log import trace as tracing
 from ..log.metrics import replace_file
@@ -41,7 +43,7 @@ from ..log.tracker import Tracker
 from ..memory import gradient_warning
 from ..resume import Change, fixed_keys
 from . import activations, health, summary
-from .assemble import build_trainer, set_numerics, topology
+from .assemble import build_trainer, set_numerics
 from .diagnose import explain_nonfinite
 from .inputs import Inputs
 from .measure import step_metrics
@@ -78,7 +80,7 @@ class Session:
         set_numerics(config)
         facts = health.of_rank(self.run_dir, config.run.device) if config.fault.health else None
         self.groups = initialize(
-            topology(config),
+            layout_of(config),
             device=config.run.device,
             timeout_minutes=config.parallel.timeout_minutes,
             seed=config.run.seed,
@@ -243,7 +245,7 @@ class Session:
         self._take_down()
         self.groups = regroup(
             self.groups,
-            topology(config),
+            layout_of(config),
             timeout_minutes=config.parallel.timeout_minutes,
             seed=config.run.seed,
         )
@@ -500,7 +502,10 @@ class Session:
 
     def _finish(self) -> None:
         self.watch.enter("finish")
-        self._save_surely()
+        if not self._save_surely():
+            raise SaveError(
+                f"step {self.step} could not be saved; make room and start the same command again"
+            )
         self._write_pictures()
         left_out = self.inputs.left_out()
         complete = self.step == self.config.run.steps

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from k3train.train.assemble import build_trainer, topology
+from k3train.layout import layout_of
+from k3train.train.assemble import build_trainer
 from launch.compose import compose, resolve_layout
 from parallel.groups import destroy
 from tests.dist.zero2_worker import digest, join, parameters, train
@@ -20,7 +21,7 @@ def run(layout: list[str], policies: list[list[str]], steps: int) -> list[dict[s
     for policy in policies:
         config = resolve_layout(compose([*SMALL, *layout, *policy]), int(os.environ["WORLD_SIZE"]))
         torch.set_num_threads(1)
-        trainer = build_trainer(config, join(topology(config)))
+        trainer = build_trainer(config, join(layout_of(config)))
         answer = {"reports": train(trainer, range(1, steps + 1)), "parameters": digest(parameters(trainer))}
         manager = trainer.pipeline.activations
         if manager is not None:

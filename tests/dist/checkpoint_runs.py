@@ -18,9 +18,10 @@ from k3train.checkpoint.manager import CheckpointManager
 from k3train.checkpoint.weights import load_weights
 from k3train.config import Config
 from k3train.errors import UserError
+from k3train.layout import layout_of
 from k3train.model.naming import named_parameters
 from k3train.resume import fixed_keys
-from k3train.train.assemble import build_trainer, set_numerics, topology
+from k3train.train.assemble import build_trainer, set_numerics
 from k3train.train.step import Batch, Trainer, train_step
 from parallel import groups
 from tests.parity.worker import place_columns
@@ -57,7 +58,7 @@ def small_config(
 def start(config: Config) -> Trainer:
     """Join the groups and build everything."""
     set_numerics(config)
-    joined = groups.initialize(topology(config), timeout_minutes=1, seed=config.run.seed)
+    joined = groups.initialize(layout_of(config), timeout_minutes=1, seed=config.run.seed)
     return build_trainer(config, joined)
 
 

@@ -15,8 +15,9 @@ from k3train.checkpoint.sources import open_weights
 from k3train.checkpoint.weights import fill
 from k3train.config import Config
 from k3train.initial import shapes_of
+from k3train.layout import layout_of
 from k3train.model.naming import named_parameters
-from k3train.train.assemble import build_trainer, set_numerics, topology
+from k3train.train.assemble import build_trainer, set_numerics
 from k3train.train.step import Trainer, train_step
 from parallel.groups import initialize
 
@@ -36,7 +37,7 @@ def load(source: str, sources: list[str], cases: dict[str, dict[str, Any]]) -> l
     for name, case in cases.items():
         config = _config(source, case)
         set_numerics(config)
-        groups = groups or initialize(topology(config), timeout_minutes=1, seed=1)
+        groups = groups or initialize(layout_of(config), timeout_minutes=1, seed=1)
         trainer = build_trainer(config, groups)
         for folder in sources:
             _spoil(trainer)

@@ -20,11 +20,12 @@ def two_steps(overrides: list[str], worth_sending: float | None = None) -> dict[
     Args:
         worth_sending: FLOPs for a byte from which on a block may leave its rank.
     """
+    from k3train.layout import layout_of
     from k3train.model.naming import named_parameters
     from k3train.ops.packing import Packing
     from k3train.optim import owners
     from k3train.optim.build import sub_optimizers
-    from k3train.train.assemble import build_trainer, topology
+    from k3train.train.assemble import build_trainer
     from k3train.train.step import train_step
     from parallel.groups import destroy, initialize
 
@@ -33,7 +34,7 @@ def two_steps(overrides: list[str], worth_sending: float | None = None) -> dict[
     config = resolve_layout(
         compose([*SMALL, "optim=muon_per_head", *overrides]), int(os.environ["WORLD_SIZE"])
     )
-    groups = initialize(topology(config), timeout_minutes=1, seed=1)
+    groups = initialize(layout_of(config), timeout_minutes=1, seed=1)
     trainer = build_trainer(config, groups)
     rank, ranks = groups.pg_collection.dp.rank(), groups.pg_collection.dp.size()
     windows = torch.randint(0, 257, (MICROBATCHES, 2, 41), generator=torch.Generator().manual_seed(3))

@@ -20,7 +20,8 @@ def learn(steps: int) -> dict[str, float]:
     """Accuracies before and after a few steps of the recipe tiny on one rank."""
     import torch
 
-    from k3train.train.assemble import build_trainer, set_numerics, topology
+    from k3train.layout import layout_of
+    from k3train.train.assemble import build_trainer, set_numerics
     from k3train.train.inputs import Inputs
     from k3train.train.step import caption_accuracy, train_step
     from launch.compose import compose, resolve_layout
@@ -28,7 +29,7 @@ def learn(steps: int) -> dict[str, float]:
 
     config = resolve_layout(compose(["recipe=tiny", "parallel=single", f"run.steps={steps}"]), 1)
     set_numerics(config)
-    groups = initialize(topology(config), timeout_minutes=2, seed=1)
+    groups = initialize(layout_of(config), timeout_minutes=2, seed=1)
     trainer, inputs = build_trainer(config, groups), Inputs(config, groups)
     answers = {"untrained": caption_accuracy(trainer, inputs.captions())}
     for step in range(1, steps + 1):

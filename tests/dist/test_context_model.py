@@ -40,7 +40,8 @@ def make_rows(case: str) -> torch.Tensor:
 
 def worker(cases: list[str]) -> dict[str, Any]:
     """This rank's share of what the model says of the rows of each case."""
-    from k3train.train.assemble import build_trainer, topology
+    from k3train.layout import layout_of
+    from k3train.train.assemble import build_trainer
     from launch.compose import compose, resolve_layout
     from parallel.groups import initialize
     from tests.parity.worker import place_columns
@@ -49,7 +50,7 @@ def worker(cases: list[str]) -> dict[str, Any]:
     overrides = [*SMALL, f"data.sequence_length={LENGTH}", f"parallel.context={ranks}", "parallel.zero=0"]
     config = resolve_layout(compose(overrides), ranks)
     torch.set_num_threads(1)
-    groups = initialize(topology(config), timeout_minutes=1, seed=1)
+    groups = initialize(layout_of(config), timeout_minutes=1, seed=1)
     trainer = build_trainer(config, groups)
     (model,) = trainer.models
     found: dict[str, Any] = {}
@@ -83,8 +84,9 @@ def worker(cases: list[str]) -> dict[str, Any]:
 
 def held_by_site(overrides: list[str]) -> dict[str, Any]:
     """(measured, calculated) bytes of a token by layer and site on this rank."""
+    from k3train.layout import layout_of
     from k3train.ops.packing import Packing
-    from k3train.train.assemble import build_trainer, set_numerics, topology
+    from k3train.train.assemble import build_trainer, set_numerics
     from launch.compose import compose, resolve_layout
     from parallel.context.exchange import even
     from parallel.groups import initialize
@@ -94,7 +96,7 @@ def held_by_site(overrides: list[str]) -> dict[str, Any]:
     config = resolve_layout(compose([*SMALL, f"parallel.context={ranks}", *overrides]), ranks)
     set_numerics(config)
     torch.set_num_threads(1)
-    groups = initialize(topology(config), timeout_minutes=1, seed=1)
+    groups = initialize(layout_of(config), timeout_minutes=1, seed=1)
     (model,) = build_trainer(config, groups).models
     length = config.data.sequence_length
     packing = Packing.single(config.data.micro_batch_size, length, groups.device)

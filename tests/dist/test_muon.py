@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from k3train.layout import layout_of
 from k3train.memory import stage_of
 from k3train.optim.groups import split
 from k3train.optim.layout import module_order, muon_traffic
-from k3train.plan import layout_of
 from k3train.schedule import layer_cuts
 from k3train.shapes import compact_parameters
 from launch.compose import compose, resolve_layout

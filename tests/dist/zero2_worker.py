@@ -20,8 +20,9 @@ from torch import Tensor
 
 from k3train.checkpoint.manager import CheckpointManager
 from k3train.config import Config
+from k3train.layout import layout_of
 from k3train.model.naming import named_parameters
-from k3train.train.assemble import build_trainer, topology
+from k3train.train.assemble import build_trainer
 from k3train.train.diagnose import _bad_gradients, explain_nonfinite
 from k3train.train.step import Batch, Trainer, train_step
 from launch.compose import compose, resolve_layout
@@ -71,7 +72,7 @@ def build(case: Case) -> Trainer:
     """The trainer of a case: `overrides`, and for some `grouped` or `most` micro-batches in a burst."""
     config = resolve_layout(compose([*SMALL, *case["overrides"]]), int(os.environ["WORLD_SIZE"]))
     torch.set_num_threads(1)
-    trainer = build_trainer(config, join(topology(config)))
+    trainer = build_trainer(config, join(layout_of(config)))
     if case.get("grouped"):
         for chunk in trainer.chunks:
             chunk.__class__ = GroupedZero1

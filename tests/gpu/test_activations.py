@@ -43,7 +43,8 @@ def worker(layout: list[str], policies: list[list[str]], steps: int) -> list[dic
 
     from benchmarks.common.activations import release
     from benchmarks.common.device import dismantle
-    from k3train.train.assemble import build_trainer, set_numerics, topology
+    from k3train.layout import layout_of
+    from k3train.train.assemble import build_trainer, set_numerics
     from k3train.train.inputs import Inputs
     from k3train.train.step import train_step
     from launch.compose import ready
@@ -55,7 +56,7 @@ def worker(layout: list[str], policies: list[list[str]], steps: int) -> list[dic
         config = ready([*layout, *policy], inputs=False)
         assert config.parallel.data is not None and int(os.environ["WORLD_SIZE"]) >= 1
         set_numerics(config)
-        groups = join(topology(config))
+        groups = join(layout_of(config))
         trainer, inputs = build_trainer(config, groups), Inputs(config, groups)
         torch.cuda.reset_peak_memory_stats()
         results = [train_step(trainer, inputs.next_step(), step) for step in range(1, steps + 1)]

@@ -139,14 +139,15 @@ def train(
 
 def build(overrides: list[str]) -> tuple[Any, Any]:
     """Trainer and inputs of this rank; further imports wait for `enable_cpu`, which the launcher calls."""
-    from k3train.train.assemble import build_trainer, set_numerics, topology
+    from k3train.layout import layout_of
+    from k3train.train.assemble import build_trainer, set_numerics
     from k3train.train.inputs import Inputs
     from launch.compose import compose, resolve_layout
     from tests.dist.zero2_worker import join
 
     config = resolve_layout(compose([*SHRUNK, *overrides]), int(os.environ["WORLD_SIZE"]))
     set_numerics(config)
-    groups = join(topology(config))
+    groups = join(layout_of(config))
     return build_trainer(config, groups), Inputs(config, groups)
 
 

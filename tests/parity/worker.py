@@ -57,14 +57,15 @@ def train(overrides: list[str], folder: str, via: str = "") -> list[dict[str, An
 
     `via`: "whole bank", where every edge of the pipeline carries all rows, or "megatron-core".
     """
+    from k3train.layout import layout_of
     from k3train.model.naming import named_parameters
-    from k3train.train.assemble import build_trainer, topology
+    from k3train.train.assemble import build_trainer
     from k3train.train.step import evaluate, train_step
     from parallel.groups import initialize
 
     config = resolve_layout(compose([*SMALL, *overrides]), int(os.environ["WORLD_SIZE"]))
     torch.set_num_threads(1)
-    groups = initialize(topology(config), timeout_minutes=1, seed=1)
+    groups = initialize(layout_of(config), timeout_minutes=1, seed=1)
     trainer = build_trainer(config, groups)
     if via:
         take_another_way(trainer, via)

@@ -23,9 +23,11 @@ HEAVY = {"torch", "megatron", "triton", "transformer_engine", "fla"}
 # What answers in about a second: it may not reach a heavy import, not through another file either.
 TORCH_FREE = (
     "conf", "k3train/config.py", "k3train/config_file.py", "k3train/compatibility.py", "k3train/errors.py",
-    "k3train/flops.py", "k3train/shapes.py", "k3train/plan.py", "k3train/validate.py", "parallel/topology.py",
+    "k3train/flops.py", "k3train/layout.py", "k3train/plan.py", "k3train/search.py", "k3train/shapes.py",
+    "k3train/step_time.py", "k3train/validate.py", "parallel/topology.py", "launch/checkpoint.py",
     "launch/cli.py", "launch/compose.py", "launch/doctor.py", "launch/groups.py", "launch/help.py",
-    "launch/kubernetes.py", "launch/overrides.py", "launch/plan.py", "launch/reference.py",
+    "launch/kubernetes.py", "launch/overrides.py", "launch/plan.py", "launch/plan_search.py",
+    "launch/reference.py", "launch/rehearse.py",
     "launch/schema.py", "launch/slurm.py", "launch/train.py",
 )  # fmt: skip
 LONGEST_FILE = 600

@@ -10,8 +10,9 @@ import pytest
 from k3train import shapes
 from k3train.config import Config, ExpertConfig, ModelConfig, OffloadConfig, ParallelConfig, RunConfig
 from k3train.gradient_plan import equal_chunks, rank_gradients
+from k3train.layout import layout_of
 from k3train.memory import gradient_warning
-from k3train.plan import facts, layout_of, plan
+from k3train.plan import facts, plan
 from k3train.schedule import simulation
 from k3train.shapes import Parameter
 from parallel.pipeline.table import REDUCE

@@ -25,7 +25,8 @@ from k3train.config import (
 )
 from k3train.flops import layer_flops
 from k3train.image_load import ImageLoad, default_load
-from k3train.plan import layout_of, plan, recomputes_vision, render
+from k3train.layout import layout_of
+from k3train.plan import plan, recomputes_vision, render
 from k3train.schedule import simulation
 from k3train.vision_config import VisionConfig
 from launch.compose import ready, world_size

@@ -10,9 +10,9 @@ import pytest
 
 from k3train import rehearsal_rank
 from k3train.config import Config
+from k3train.layout import layout_of
 from k3train.rehearsal import Result, rehearse, usual_ranks
 from k3train.shapes import compact_parameters
-from k3train.train.assemble import topology
 from launch import cli
 from launch.compose import ready_stages
 
@@ -34,7 +34,7 @@ def resolved(*overrides: str) -> Config:
 
 def all_ranks(*overrides: str) -> Result:
     config = resolved(*overrides)
-    return rehearse(config, range(topology(config).world_size), processes=1)
+    return rehearse(config, range(layout_of(config).world_size), processes=1)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -134,7 +134,7 @@ def test_ends_of_every_stage_of_a_thousand_ranks() -> None:
         inputs=False,
         from_start=True,
     )[-1]
-    chosen = usual_ranks(topology(config))
+    chosen = usual_ranks(layout_of(config))
     result = rehearse(config, chosen)
     assert [str(problem) for problem in result.problems] == []
     assert len(result.facts) == 1024 and [facts.rank for facts in result.built] == chosen

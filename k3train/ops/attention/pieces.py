@@ -30,6 +30,10 @@ Short = Callable[[Tensor, Tensor, Tensor, Fragments], Tensor]
 Inputs = tuple[Tensor, ...]
 """q, k and v."""
 
+Results = tuple[Tensor, Tensor, tuple[Tensor, ...]]
+"""Output [1, n, H, Dv], natural log-sum-exp of the scaled logits [1, H, n, 1] FP32, and what else backward
+wants."""
+
 NARROW = 1024
 """Rectangles are not cut into squares smaller than this."""
 
@@ -37,20 +41,12 @@ NARROW = 1024
 class Kernel(Protocol):
     """Attention of n queries to m keys, to all of them or causal with n = m; tensors [1, n or m, H, D]."""
 
-    def forward(
-        self, inputs: Inputs, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Output [1, n, H, Dv], natural log-sum-exp of the scaled logits [1, H, n, 1] FP32, and what backward
-        wants besides."""
+    def forward(self, inputs: Inputs, causal: bool, scale: float) -> Results:
+        """The softmax over these keys."""
         ...
 
     def backward(
-        self,
-        grad: Tensor,
-        inputs: Inputs,
-        results: tuple[Tensor, Tensor, tuple[Tensor, ...]],
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, inputs: Inputs, results: Results, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v, where output and log-sum-exp may be those of a larger softmax."""
         ...
@@ -59,21 +55,14 @@ class Kernel(Protocol):
 class CuDNN:
     """The kernel inside torch."""
 
-    def forward(
-        self, inputs: Inputs, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def forward(self, inputs: Inputs, causal: bool, scale: float) -> Results:
         output, logsumexp, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *_heads_first(*inputs), None, True, 0.0, causal, scale=scale
         )
         return output.transpose(1, 2), logsumexp, (seed, offset)
 
     def backward(
-        self,
-        grad: Tensor,
-        inputs: Inputs,
-        results: tuple[Tensor, Tensor, tuple[Tensor, ...]],
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, inputs: Inputs, results: Results, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         output, logsumexp, randomness = results
         gradient, q, k, v, o = _heads_first(grad, *inputs, output)
@@ -88,21 +77,14 @@ class CuDNN:
 class WrittenOut:
     """The reference: all logits at once, in the dtype of q or FP32."""
 
-    def forward(
-        self, inputs: Inputs, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def forward(self, inputs: Inputs, causal: bool, scale: float) -> Results:
         q, k, v = inputs
         logits = self._logits(q, k, causal, scale)
         logsumexp = logits.logsumexp(-1, keepdim=True)
         return torch.einsum("bhij,bjhv->bihv", (logits - logsumexp).exp(), v), logsumexp, ()
 
     def backward(
-        self,
-        grad: Tensor,
-        inputs: Inputs,
-        results: tuple[Tensor, Tensor, tuple[Tensor, ...]],
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, inputs: Inputs, results: Results, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         (q, k, v), (output, logsumexp, _) = inputs, results
         weights = (self._logits(q, k, causal, scale) - logsumexp).exp()  # [1, H, n, m]

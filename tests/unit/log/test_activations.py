@@ -9,10 +9,11 @@ from xml.etree import ElementTree
 import pytest
 
 from k3train.config_file import to_yaml
+from k3train.layout import layout_of
 from k3train.log import activations, stacks
 from k3train.log.report import write_report
 from k3train.log.stacks import Series
-from k3train.plan import layout_of, step_series
+from k3train.plan import step_series
 from k3train.schedule import simulation
 from launch.compose import ready
 

@@ -17,14 +17,15 @@ from tests.unit.model.saved import Recorder, backward, manager
 
 def build(*overrides: str) -> tuple[Any, Any]:
     """(configuration, bare chunk) of the small model, its queries and biases away from zero."""
-    from k3train.train.assemble import build_trainer, topology
+    from k3train.layout import layout_of
+    from k3train.train.assemble import build_trainer
     from parallel.groups import initialize
 
     os.environ.pop("MASTER_PORT", None)
     os.environ.pop("MASTER_ADDR", None)
     config = resolve_layout(compose([*SMALL, "model.mtp_layers=0", "run.deterministic=false", *overrides]), 1)
     torch.use_deterministic_algorithms(config.run.deterministic)
-    groups = initialize(topology(config), timeout_minutes=1, seed=1)
+    groups = initialize(layout_of(config), timeout_minutes=1, seed=1)
     (model,) = build_trainer(config, groups).models
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():

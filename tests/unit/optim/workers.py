@@ -13,12 +13,13 @@ from tests.parity.worker import SMALL
 
 def muon_updates() -> dict[str, Any]:
     """RMS of each matrix's update in units of the learning rate, and which parameters Muon leaves alone."""
+    from k3train.layout import layout_of
     from k3train.optim.build import sub_optimizers
-    from k3train.train.assemble import build_trainer, topology
+    from k3train.train.assemble import build_trainer
     from parallel.groups import initialize
 
     config = resolve_layout(compose([*SMALL, "optim=muon", "optim.weight_decay=0"]), 1)
-    groups = initialize(topology(config), timeout_minutes=1, seed=1)
+    groups = initialize(layout_of(config), timeout_minutes=1, seed=1)
     trainer = build_trainer(config, groups)
     (model,) = trainer.models
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -65,16 +66,17 @@ def schedule(steps: int, warmup_fraction: float) -> list[float]:
 
 def clipped_logits(overrides: list[str], bound: float) -> dict[str, Any]:
     """Logits of Gated MLA over two steps on the same tokens in which nothing but QK-Clip moves a weight."""
+    from k3train.layout import layout_of
     from k3train.model.naming import named_parameters
     from k3train.ops.packing import Packing
-    from k3train.train.assemble import build_trainer, topology
+    from k3train.train.assemble import build_trainer
     from k3train.train.step import train_step
     from parallel.groups import destroy, initialize
 
     # Without experts, since a new balance bias would route tokens of the second step otherwise.
     settings = ["optim=muon_per_head", "optim.lr=0", f"optim.qk_clip={bound}", "model.num_experts=0"]
     config = resolve_layout(compose([*SMALL, *settings, *overrides]), int(os.environ["WORLD_SIZE"]))
-    groups = initialize(topology(config), timeout_minutes=1, seed=1)
+    groups = initialize(layout_of(config), timeout_minutes=1, seed=1)
     trainer = build_trainer(config, groups)
     (model,) = trainer.models
     assert trainer.qk_clip is not None
@@ -106,15 +108,16 @@ def clipped_logits(overrides: list[str], bound: float) -> dict[str, Any]:
 
 def difference_to_muon() -> dict[str, float]:
     """Of Per-Head Muon's first update of each parameter to that of megatron-core's Muon, relative."""
+    from k3train.layout import layout_of
     from k3train.model.naming import named_parameters
-    from k3train.train.assemble import build_trainer, topology
+    from k3train.train.assemble import build_trainer
     from parallel.groups import initialize
 
     updates: list[dict[str, torch.Tensor]] = []
     groups = None
     for name in ("muon", "muon_per_head"):
         config = resolve_layout(compose([*SMALL, f"optim={name}", "parallel.zero=0"]), 1)
-        groups = groups or initialize(topology(config), timeout_minutes=1, seed=1)
+        groups = groups or initialize(layout_of(config), timeout_minutes=1, seed=1)
         trainer = build_trainer(config, groups)
         (model,) = trainer.models
         found = {name: each for name, each in named_parameters(model) if each.requires_grad}

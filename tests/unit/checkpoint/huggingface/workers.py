@@ -30,12 +30,12 @@ def compare(folders: dict[str, str]) -> dict[str, Any]:
     For each folder and precision: of logits of standard deviation 1, and of the worst intermediate value of
     each kind as a share of its standard deviation.
     """
-    from k3train.train.assemble import topology
+    from k3train.layout import layout_of
     from parallel.groups import initialize
 
     os.environ.pop("MASTER_PORT", None)
     os.environ.pop("MASTER_ADDR", None)
-    groups = initialize(topology(_single(folders["plain"])), timeout_minutes=1, seed=1)
+    groups = initialize(layout_of(_single(folders["plain"])), timeout_minutes=1, seed=1)
     answers: dict[str, Any] = {}
     for name, folder in folders.items():
         tokens = torch.randint(0, 320, (TOKENS,), generator=torch.Generator().manual_seed(3))
@@ -52,8 +52,8 @@ def quantised(pairs: dict[str, list[str]]) -> dict[str, bool]:
 
     `pairs`: rounding of scales -> the two folders.
     """
+    from k3train.layout import layout_of
     from k3train.ops.packing import Packing
-    from k3train.train.assemble import topology
     from parallel.groups import initialize
 
     os.environ.pop("MASTER_PORT", None)
@@ -67,7 +67,7 @@ def quantised(pairs: dict[str, list[str]]) -> dict[str, bool]:
             config = _single(folder)
             config.model.dtype = "bfloat16"
             config.quant = QuantConfig(recipe=recipe, scale_rounding=rounding, activation_format="none")
-            groups = groups or initialize(topology(config), timeout_minutes=1, seed=1)
+            groups = groups or initialize(layout_of(config), timeout_minutes=1, seed=1)
             model = _built(config, folder, groups)
             logits.append(model(tokens, Packing.single(1, TOKENS, "cpu")))
         same[rounding] = torch.equal(logits[0], logits[1]) and not torch.equal(logits[0], logits[2])
