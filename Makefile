@@ -51,7 +51,7 @@ site: $(READY) ## build the documentation as a site into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: $(READY) ## run every benchmark in its quick form
-	@for script in train_step operators checkpoint startup pipeline_bubble vit_overlap attn_res_traffic moonep_planner moe_layer grouped_gemm muon zero2 offload_tiers fp8_storage activation_memory mx_codec qat_overhead kcp plan_accuracy kda; do $(BIN)/python benchmarks/$$script.py --quick; done
+	@for script in train_step operators checkpoint startup pipeline_bubble vit_overlap attn_res_traffic moonep_planner moe_layer grouped_gemm muon zero2 offload_tiers fp8_storage activation_memory mx_codec qat_overhead kcp attention_fragments plan_accuracy kda; do $(BIN)/python benchmarks/$$script.py --quick; done
 
 report: $(READY) ## write the curves of RUN (runs/tiny) as one HTML page
 	@$(BIN)/k3train report $(RUN)

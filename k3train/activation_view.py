@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table as RichTable
 
-from offload.policy import KEEP, TIERS, Policy, Storage
+from offload.policy import KEEP, TIERS, Storage
 from parallel.pipeline.rows import RowPlan
 from parallel.pipeline.simulate import Timeline
 from parallel.pipeline.table import Table
@@ -138,11 +138,6 @@ def planned_series(
         times = [float(end) for end in timeline.ends[rank]]
         result.append(Series(times, {name: [mark.get(name, 0.0) for mark in marks] for name in places}))
     return result
-
-
-def is_kept(policy: Policy) -> bool:
-    """Whether the policy leaves everything as it is."""
-    return all(storage == KEEP for storage in policy.values())
 
 
 def render(described: Mapping[str, Any]) -> list[RichTable]:

@@ -19,16 +19,5 @@ HUNG = 124
 INTERRUPTED = 130
 """A second Ctrl-C: nothing is saved since the last checkpoint."""
 
-MEANINGS = {
-    DONE: "done, or already done",
-    FAILED: "anything else: a rank died, an error of ours",
-    REFUSED: "refused configuration or input, in one line on standard error",
-    DIVERGED: "a loss or gradient that is not finite, or one loss spike too many",
-    UNHEALTHY: "a GPU, disk, clock or network failed its check before the start",
-    SAVED: "stopped by a signal and saved; the same command continues it",
-    HUNG: "no rank moved, and the watchdog ended the run",
-    INTERRUPTED: "interrupted twice; nothing was saved since the last checkpoint",
-}
-
 FINAL = (REFUSED, DIVERGED)
 """The same start would end the same way: nothing starts the run again by itself."""

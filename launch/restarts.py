@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from k3train.checkpoint.folders import available
 from k3train.errors import UserError
-from k3train.exit_status import DIVERGED, HUNG, INTERRUPTED, REFUSED, UNHEALTHY
+from k3train.exit_status import FINAL, HUNG, INTERRUPTED, UNHEALTHY
 
 from . import status
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ENTRY = "launch.train"
 TOGETHER = 2
 """Seconds; less than the agent leaves ranks to end."""
-FINAL = {REFUSED, DIVERGED, UNHEALTHY, INTERRUPTED}
+STAYS = {*FINAL, UNHEALTHY, INTERRUPTED}
 """On this machine the same start would end the same way, or a person has stopped it."""
 
 
@@ -40,7 +40,7 @@ class Restarts:
         """Whether to start all ranks again; says so."""
         codes: set[int | None] = {failure.exitcode for failure in result.failures.values()}
         codes |= {worker.code for worker in status.read(self.folder)}
-        if self.stopping or codes & FINAL:
+        if self.stopping or codes & STAYS:
             return False
         most, newest = self._most()
         self._in_a_row = self._in_a_row + 1 if newest <= self._newest else 1

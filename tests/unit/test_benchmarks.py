@@ -130,3 +130,16 @@ def test_zero2_counts_its_gradients_and_its_disk(tmp_path: Path) -> None:
     assert sharded["loss"] == pytest.approx(stock["loss"], rel=1e-6)
     assert figures["step_ratio_vs_zero1"] == sharded["ratio"] > 0
     assert figures["store_over_disk"] == pytest.approx(figures["store_gbps"] / figures["disk_gbps"])
+
+
+def test_squares_are_compared_with_the_same_fragments(tmp_path: Path) -> None:
+    figures = quick("attention_fragments", tmp_path / "figures.json")
+    rows = {(row["rank"], row["way"]): row for row in figures["rows"]}
+    assert rows.keys() == {
+        ("-", "whole row"),
+        *((n, way) for n in (0, 1) for way in ("squares", "reference")),
+    }
+    assert rows["-", "whole row"]["of ideal"] == pytest.approx(2)
+    assert 0 < max(row["error"] for row in rows.values()) < 1e-5
+    slowest = max(rows[rank, "squares"]["of ideal"] for rank in (0, 1))
+    assert figures["of_ideal"]["squares"] == slowest
