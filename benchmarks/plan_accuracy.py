@@ -2,8 +2,10 @@
 
 Workload: on a CPU recipe tiny without images in four layouts on one or two ranks (two cores: more ranks would
 share cores, and the plan knows of no sharing); on a GPU h200_small and h200_slice on one. Random tokens, each
-row one document, as the plan takes them. Each shape is calibrated first, in the same run (`k3train bench
-calibrate`); --calibration FILE takes a file instead, --entry the hardware entry alone.
+row one document, as the plan takes them. Calibration (`k3train bench calibrate`) and training steps take
+turns, --rounds of them, since a machine's speed drifts over minutes: the plan reads the median of all
+calibrations, and the steps of all rounds count. --calibration FILE takes a file instead, --entry the hardware
+entry alone.
 
   time_error    predicted over measured step, less one; the measured one is the median of the slowest rank
   fastest       the same against the fastest step
@@ -19,6 +21,7 @@ calibrate`); --calibration FILE takes a file instead, --entry the hardware entry
 from __future__ import annotations
 
 import gc
+import json
 import statistics
 import sys
 import tempfile
@@ -45,6 +48,8 @@ CPU = {
 }
 GPU = {"h200_small": ("recipe=h200_small",), "h200_slice": ("recipe=h200_slice",)}
 QUICK, QUICK_LAYOUTS = ("model.num_layers=4", "data.sequence_length=64"), ["single", "dp2"]
+MEASURED = ("cluster", "measured")
+"""Parts of a calibration's file that are numbers."""
 GOALS = {"memory_error": 0.03, "time_error": 0.10}
 TIMEOUT = 900
 
@@ -52,7 +57,8 @@ TIMEOUT = 900
 def main() -> None:
     parser = report.arguments(__doc__ or "")
     parser.add_argument("--layout", action="append", help="only this one, may be repeated")
-    parser.add_argument("--steps", type=int, help="measured steps (10, quick 3)")
+    parser.add_argument("--steps", type=int, help="measured steps of a round (10, quick 3)")
+    parser.add_argument("--rounds", type=int, default=1, help="calibrations and runs by turns (1)")
     parser.add_argument("--calibration", type=Path, help="a file that `k3train bench calibrate` wrote")
     parser.add_argument("--entry", action="store_true", help="the hardware entry, without a calibration")
     parser.add_argument("overrides", nargs="*", help="configuration overrides behind the layouts'")
@@ -63,17 +69,15 @@ def main() -> None:
     small = options.quick and known is CPU
     names = options.layout or (QUICK_LAYOUTS if small else list(known))
     steps = options.steps or (3 if options.quick else 10)
-    with tempfile.TemporaryDirectory() as folder:
-        file = options.calibration or Path(folder) / "calibration.json"
-        rows = []
-        for name in names:
-            overrides = [*known[name], *(QUICK if small else ()), *options.overrides]
-            if not options.entry and options.calibration is None:
-                calibrate(overrides, file, steps)
-            if not options.entry:
-                overrides.append(f"cluster.calibration={file}")
-            rows.append(row(name, overrides, steps))
-            print(report.table([shown(rows[-1])]), file=sys.stderr, flush=True)
+    rows = []
+    for name in names:
+        overrides = [*known[name], *(QUICK if small else ()), *options.overrides]
+        rounds = Rounds(overrides, options.calibration, calibrate=not (options.entry or options.calibration))
+        for number in range(1, options.rounds + 1):
+            print(f"{name}: round {number} of {options.rounds}", file=sys.stderr, flush=True)
+            rounds.run(steps)
+        rows.append(row(name, rounds))
+        print(report.table([shown(rows[-1])]), file=sys.stderr, flush=True)
     worst = {key: max(abs(each[key]) for each in rows) for key in GOALS}
     reached = {key: worst[key] <= goal for key, goal in GOALS.items()}
     figures = {"benchmark": "plan_accuracy", "worst": worst, "goals": GOALS, "reached": reached, "rows": rows}
@@ -85,37 +89,53 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if not isinstance(value, dict | list)}
 
 
-def calibrate(overrides: list[str], file: Path, steps: int) -> None:
-    """Measure a layout's shape, unless the file has it."""
-    from k3train import calibration
-    from launch import bench
-    from launch.compose import compose, resolve_layout, world_size
+class Rounds:
+    """Calibrations and training steps of one layout by turns."""
 
-    composed = compose(overrides)
-    config = resolve_layout(composed, world_size(composed))
-    ranks = config.cluster.ranks_per_node or 1
-    if file.exists():
-        found = calibration.read(str(file))["measured"]
-        done = str(ranks) in found["shapes"].get(calibration.shape_key(config), {})
-        if done and (ranks == 1 or "collectives" in found):
-            return
-    import json
+    def __init__(self, overrides: list[str], file: Path | None, *, calibrate: bool) -> None:
+        from launch.compose import compose, resolve_layout, world_size
 
-    content = bench.merged(file, bench.measure(config, overrides, ranks=ranks, steps=steps))
-    file.write_text(json.dumps(content))
+        self.overrides = overrides
+        self.file = file
+        self.calibrate = calibrate
+        composed = compose(overrides)
+        self.ranks = world_size(composed)
+        self.config = resolve_layout(composed, self.ranks)
+        self.calibrations: list[dict[str, Any]] = []
+        self.found: list[dict[str, Any]] = []
+
+    def run(self, steps: int) -> None:
+        """One calibration, and steps behind it."""
+        from launch import bench
+
+        if self.calibrate:
+            ranks = self.config.cluster.ranks_per_node or 1
+            self.calibrations.append(bench.measure(self.config, self.overrides, ranks=ranks, steps=steps))
+        arguments = {"overrides": self.overrides, "steps": steps}
+        found = run_ranks("benchmarks.plan_accuracy:measure", self.ranks, arguments, timeout=TIMEOUT)
+        self.found.append(found)
+
+    def plan(self) -> dict[str, Any]:
+        """From the median of the calibrations."""
+        from k3train.plan import plan
+        from launch import bench
+        from launch.compose import ready
+
+        with tempfile.TemporaryDirectory() as folder:
+            file = self.file
+            if self.calibrations:
+                file = Path(folder) / "calibration.json"
+                middle = bench.median([{key: each[key] for key in MEASURED} for each in self.calibrations])
+                file.write_text(json.dumps({**self.calibrations[0], **middle}))
+            extra = [f"cluster.calibration={file}"] if file else []
+            return plan(ready([*self.overrides, *extra], inputs=False), self.ranks)
 
 
-def row(name: str, overrides: list[str], steps: int) -> dict[str, Any]:
+def row(name: str, rounds: Rounds) -> dict[str, Any]:
     """Prediction and measurement of one layout."""
-    from k3train.plan import plan
-    from launch.compose import ready, world_size
-
-    config = ready(overrides, inputs=False)
-    ranks = world_size(config)
-    print(f"{name}: {steps} steps on {ranks} rank{'s' * (ranks > 1)}", file=sys.stderr, flush=True)
-    planned = plan(config, ranks)
-    arguments = {"overrides": overrides, "steps": steps}
-    found = run_ranks("benchmarks.plan_accuracy:measure", ranks, arguments, timeout=TIMEOUT)
+    planned, ranks = rounds.plan(), rounds.ranks
+    found = {**rounds.found[-1], "seconds": [second for each in rounds.found for second in each["seconds"]]}
+    found["worked"] = statistics.median(each["worked"] for each in rounds.found)
     kinds = found["kinds"]
     ledgers = [
         {kind: size for kind, size in rank.items() if not kinds or kind in COUNTED}
@@ -143,7 +163,7 @@ def row(name: str, overrides: list[str], steps: int) -> dict[str, Any]:
         "planned kinds": ledgers,
         "measured kinds": kinds,
         "seconds": found["seconds"],
-        "overrides": [each for each in overrides if not each.startswith("cluster.calibration=")],
+        "overrides": rounds.overrides,
     }
 
 

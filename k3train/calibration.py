@@ -2,16 +2,17 @@
 
 The file is JSON:
 
-    {"schema": 1, "machine": {...}, "cluster": {keys of `cluster`}, "measured": {
+    {"schema": 2, "machine": {...}, "cluster": {keys of `cluster`}, "measured": {
        "collectives": {name: [seconds of an empty one, bytes a second]},
        "shapes": {SHAPE: {PROCESSES: {
           "layers": {"kda+moe": {SOURCES: [forward, backward]}}, "output": [forward, backward],
           "input": forward, "operation": [forward, backward], "step": seconds,
-          "optimizer": [seconds, the seconds that the entry plans for the same work]}}}}}
+          "optimizer": {"seconds": of the update, "dense": {...}, "experts": {...}}}}}}}
 
 SHAPE names widths, tokens, experts of a rank and dtype (`shape_key`), PROCESSES ranks that ran at once on the
 machine, which share its memory, and SOURCES those of both AttnRes sites of a layer. Times are seconds of a
-micro-batch. A name of `collectives` is reduce, gather, exchange or message.
+micro-batch. `dense` and `experts` are the sums (`weight_sums.Sums`) of the parameters that were updated. A
+name of `collectives` is reduce, gather, exchange or message.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from typing import Any
 from .config import ClusterConfig, Config
 from .errors import UserError
 from .microbatch import tokens_per_microbatch
+from .weight_sums import Place, Sums
 
-SCHEMA = 1
+SCHEMA = 2
 NOT_SHAPES = ("num_layers", "num_dense_layers", "full_attention_every", "attn_res_block_size", "num_experts")
 """Keys of the model that change which layers there are, not what one of them takes; experts by rank."""
 Pair = tuple[float, float]
@@ -82,10 +84,12 @@ class Shapes:
         return float(self.content.get("step", 0.0))
 
     @property
-    def optimizer(self) -> float:
-        """The update over what the entry plans for it."""
-        measured, planned = self.content.get("optimizer", (1.0, 1.0))
-        return float(measured / planned)
+    def optimizer(self) -> tuple[float, Place] | None:
+        """Seconds of an update, and what was updated."""
+        found = self.content.get("optimizer")
+        if not found:
+            return None
+        return found["seconds"], (Sums(**found["dense"]), Sums(**found["experts"]))
 
 
 def of_shapes(config: Config) -> Shapes | None:

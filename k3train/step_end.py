@@ -85,13 +85,18 @@ def update_seconds(config: Config, topology: Topology, place: Place) -> tuple[fl
     shares = (topology.data * topology.context, topology.expert_data)
     if not config.parallel.zero:
         shares = (1, 1)
-    measured = calibration.of_shapes(config)
-    scale = measured.optimizer if measured else 1.0
-    return _scaled(planned_update(config, place, shares), scale)
+    memory, products = planned_update(config, place, shares)
+    shapes = calibration.of_shapes(config)
+    measured = shapes.optimizer if shapes else None
+    if measured is None:
+        return memory, products
+    # Both by the same figures of the cluster, so that these do not matter where the work is the measured one.
+    scale = measured[0] / sum(planned_update(config, measured[1], (1, 1)))
+    return memory * scale, products * scale
 
 
 def planned_update(config: Config, place: Place, shares: tuple[int, int]) -> tuple[float, float]:
-    """The same as the hardware entry has it, of one of `shares` equal shards of dense and expert
+    """The same as the figures of the cluster have it, of one of `shares` equal shards of dense and expert
     parameters."""
     elements = products = 0.0
     for sums, share in zip(place, shares, strict=True):
@@ -106,10 +111,6 @@ def _newton_schulz(config: Config, sums: Sums, share: int) -> float:
     host = sums.blocks / share * BLOCK_LAUNCHES * config.cluster.launch_us * 1e-6
     # Newton-Schulz of small blocks waits for the host, and batches of equal ones less than one by one.
     return flops + host if config.cluster.gpu == "cpu" else max(flops, host / 4)
-
-
-def _scaled(pair: tuple[float, float], scale: float) -> tuple[float, float]:
-    return pair[0] * scale, pair[1] * scale
 
 
 def _worst(ranks: list[Place], of: Callable[[Place], tuple[float, float]]) -> tuple[float, float]:

@@ -64,7 +64,7 @@ def measure(config: Config, overrides: Sequence[str], *, ranks: int, steps: int)
     }
     by_ranks = found["measured"]["shapes"][calibration.shape_key(config)]
     for count in dict.fromkeys((1, ranks)):
-        by_ranks[str(count)] = _median(_run("layers", clean, count, steps))
+        by_ranks[str(count)] = median(_run("layers", clean, count, steps))
     if ranks > 1:
         found["measured"]["collectives"] = _run("collectives", clean, ranks, steps)[0]
     return found
@@ -82,8 +82,8 @@ def merged(file: Path, new: dict[str, Any]) -> dict[str, Any]:
     return {**new, "measured": {**measured, **fresh, "shapes": shapes}}
 
 
-def _median(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of processes that ran at once, number by number."""
+def median(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the same figures found several times, number by number; what is no number is the first's."""
     first = found[0]
 
     def middle(values: list[Any]) -> Any:

@@ -36,7 +36,6 @@ from ..ops.packing import Packing
 from ..optim.groups import newton_schulz_flops
 from ..optim.newton_schulz import orthogonalize
 from ..shapes import layer_kinds
-from ..step_end import planned_update
 from ..weight_sums import rank_sums
 from .assemble import build_trainer, set_numerics
 from .step import Batch, Trainer, train_step
@@ -245,7 +244,7 @@ def _shapes(
     within = sum(sum(pair) for pair in medians.values())
     count = config.run.microbatches
     beside = max(0.0, spent["forward_backward"] / count - within)
-    (place,) = rank_sums(config, Topology(), [range(config.model.num_layers)])
+    ((dense, experts),) = rank_sums(config, Topology(), [range(config.model.num_layers)])
     return {
         "layers": {
             kind: {
@@ -258,7 +257,7 @@ def _shapes(
         "input": medians["input"][0],
         "operation": [beside / 2, beside / 2],
         "step": max(0.0, spent["whole"] - spent["forward_backward"] - spent["optimizer"]),
-        "optimizer": [spent["optimizer"], sum(planned_update(config, place, (1, 1)))],
+        "optimizer": {"seconds": spent["optimizer"], "dense": vars(dense), "experts": vars(experts)},
     }
 
 
@@ -407,6 +406,8 @@ def collectives(device: str, say: Say) -> dict[str, list[float]]:
         sent = 4 * factor * (LARGE - SMALL)
         found[name] = [small, sent / max(large - small, 1e-9)]
         say(f"{name}: {small * 1e6:.0f} us, {found[name][1] / GIGA:.3g} GB/s")
+    dist.barrier()  # a rank that leaves early aborts one whose last call is not over
+    dist.destroy_process_group()
     return found
 
 

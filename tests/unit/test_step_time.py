@@ -12,7 +12,9 @@ from k3train.errors import UserError
 from k3train.log.plan_page import ledger, waterfall
 from k3train.operators import Operators
 from k3train.step_time import estimate, predict
+from k3train.weight_sums import rank_sums
 from launch.compose import ready
+from parallel.topology import Topology
 
 TINY = ["recipe=tiny", "vision=none", "data.images=[]"]
 
@@ -67,9 +69,11 @@ def test_links_that_join_racks_shorten_the_exchange() -> None:
 def calibrated(tmp_path: Path, *overrides: str, **cluster: float) -> str:
     config = ready([*TINY, *overrides], inputs=False)
     layers = {kind: {"5": [0.01, 0.03]} for kind in ("kda+dense", "kda+moe", "mla+moe")}
-    shape = {"layers": layers, "output": [0.02, 0.04], "optimizer": [2.0, 1.0], "step": 0.5}
+    ((dense, experts),) = rank_sums(config, Topology(), [range(config.model.num_layers)])
+    update = {"seconds": 0.7, "dense": vars(dense), "experts": vars(experts)}
+    shape = {"layers": layers, "output": [0.02, 0.04], "optimizer": update, "step": 0.5}
     content = {
-        "schema": 1,
+        "schema": 2,
         "cluster": cluster,
         "measured": {"shapes": {calibration.shape_key(config): {"1": shape}}, "collectives": {}},
     }
@@ -80,14 +84,17 @@ def calibrated(tmp_path: Path, *overrides: str, **cluster: float) -> str:
 
 def test_a_calibration_of_the_shapes_gives_their_times(tmp_path: Path) -> None:
     overrides = ["parallel=single"]
-    plain = predict(ready([*TINY, *overrides], inputs=False))
-    config = ready([*TINY, *overrides, calibrated(tmp_path, *overrides)], inputs=False)
+    figures = {
+        "efficiency.memory": 0.3,
+        "efficiency.newton_schulz": 0.2,
+    }  # of the cluster, other than the entry's
+    config = ready([*TINY, *overrides, calibrated(tmp_path, *overrides, **figures)], inputs=False)
     found = predict(config)
     operators = Operators(config)
     assert sum(operators.layer(1).forward.values()) == pytest.approx(0.01)
     microbatch = 9 * 0.04 + 0.06
-    update = 2 * (plain.parts["optimizer"] + plain.parts["newton_schulz"])
-    assert found.seconds == pytest.approx(4 * microbatch + update + 0.5)
+    assert found.parts["optimizer"] + found.parts["newton_schulz"] == pytest.approx(0.7)
+    assert found.seconds == pytest.approx(4 * microbatch + 0.7 + 0.5)
     assert "measured" in calibration.assumption(config)
 
 
@@ -103,7 +110,7 @@ def test_other_shapes_take_the_measured_shares(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("{", "is not JSON"), ("{}", "no calibration of schema 1"), (None, "cannot be read")],
+    [("{", "is not JSON"), ("{}", "no calibration of schema 2"), (None, "cannot be read")],
 )
 def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path, text: str | None, told: str) -> None:
     file = tmp_path / "other.json"
