@@ -50,8 +50,8 @@ docs-check: $(READY) ## fail when one of those is out of date
 site: $(READY) ## build the documentation as a site into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-bench: $(READY) ## run every benchmark in its quick form
-	@for script in train_step operators checkpoint startup pipeline_bubble vit_overlap attn_res_traffic moonep_planner moe_layer grouped_gemm muon zero2 offload_tiers fp8_storage activation_memory mx_codec qat_overhead kcp attention_fragments plan_accuracy kda; do $(BIN)/python benchmarks/$$script.py --quick; done
+bench: $(READY) ## run every benchmark, on a CPU in its quick form, on GPUs with the GPU tests (ARGS="--only kda")
+	@$(BIN)/python benchmarks/suite.py $(ARGS)
 
 report: $(READY) ## write the curves of RUN (runs/tiny) as one HTML page
 	@$(BIN)/k3train report $(RUN)

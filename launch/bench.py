@@ -27,9 +27,9 @@ OPTIONS = ("out", "ranks", "steps")
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, write, and print what was measured beside the hardware entry; the exit status."""
-    verb, *rest = [*arguments] or [""]
+    verb, *rest = [*arguments] or ["(nothing)"]
     if verb != "calibrate":
-        raise UserError(f"bench {verb}: no such bench; valid is calibrate")
+        raise UserError(f"bench: {verb} is no bench; valid is calibrate")
     as_json, quick = "--json" in rest, "--quick" in rest
     options, overrides = _split([each for each in rest if each not in ("--json", "--quick")])
     composed = compose(overrides)

@@ -27,16 +27,21 @@ def machine() -> dict[str, Any]:
     import torch
 
     cuda = torch.cuda.is_available()
-    asked = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     return {
         "hardware": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
         "devices": torch.cuda.device_count() if cuda else os.cpu_count(),
         "torch": torch.__version__,
         "megatron_core": importlib.metadata.version("megatron-core"),
-        "commit": asked.stdout.strip() or "unknown",
+        "commit": commit(),
     }
+
+
+def commit() -> str:
+    """Short hash of the working folder's, with -dirty where files differ from it, or "unknown"."""
+    asked = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--exclude=*"], capture_output=True, text=True, check=False
+    )
+    return asked.stdout.strip() or "unknown"
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -60,7 +60,7 @@ def test_shapes_of_other_layouts_stay_in_the_file(measured, tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "no such bench; valid is calibrate"),
+        ([], "bench: (nothing) is no bench; valid is calibrate"),
         (["calibrate", *TINY, "steps=0"], "steps=0: is not 1 or more"),
         (["calibrate", "recipe=tiny", "run.stepz=3"], "run.stepz"),
     ],
