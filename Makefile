@@ -1,7 +1,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint types format docs docs-check site bench report tensorboard doctor clean
+.PHONY: help install train test lint types format docs docs-check site audit bench report tensorboard doctor clean
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -49,6 +49,9 @@ docs-check: $(READY) ## fail when one of those is out of date
 
 site: $(READY) ## build the documentation as a site into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+audit: $(READY) ## look for known vulnerabilities in the pinned packages (needs pip-audit and its service)
+	@$(BIN)/python -m launch.audit $(ARGS)
 
 bench: $(READY) ## run every benchmark, on a CPU in its quick form, on GPUs with the GPU tests (ARGS="--only kda")
 	@$(BIN)/python benchmarks/suite.py $(ARGS)

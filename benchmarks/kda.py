@@ -5,6 +5,8 @@ tokens, drawn with a fixed seed. Times are milliseconds by device events, median
 is fla's forward + backward over ours at the same T and H, `GB` the most memory beyond the inputs. `error` and
 `worst gradient` are relative norms against the chunk form in FP64 on 1,024 tokens of the same kind; A_log's
 gradient, one sum a head, is left out. Without a GPU neither runs: the table says so and times the chunk form.
+`kernels`: of ours, the device time of each launch (medians by torch's profiler) beside its floor, the bytes
+that it has to move at 4.28 TB/s; a second table shows them for the last T and H.
 """
 
 from __future__ import annotations
@@ -30,6 +32,20 @@ from k3train.ops.packing import Packing
 
 KERNELS = ("triton", "fla")
 A_LOG = 5
+BANDWIDTH = 4.28e12
+"""Bytes a second, measured on an H200."""
+C, STRIDE = 64, 8
+"""Tokens of a chunk, and chunks from one state that forward keeps to the next."""
+LAUNCHES = {
+    "prepare": "prepare_kernel",
+    "walk": "walk_kernel",
+    "prepare again": "prepare_kernel",
+    "walk again": "walk_kernel",
+    "walk back": "walk_back_kernel",
+    "values": "values_kernel",
+    "keys": "keys_kernel",
+}
+"""Kernels of one forward and backward, in their order."""
 LONGEST_DOCUMENT = 4096
 
 
@@ -98,6 +114,43 @@ def measure(inputs: list[Tensor], packing: Packing, backend: str, repeats: int) 
     return found | {"GB": (torch.cuda.max_memory_allocated() - before) / 1e9 if cuda else None}
 
 
+def moved_bytes(T: int, H: int, D: int) -> dict[str, float]:
+    """Bytes that each launch reads and writes at least, of whole chunks in BF16; values are D wide too."""
+    token, square, state = 2 * C * D, 2 * C * C, 2 * D * D
+    chunk = {
+        "prepare": 8 * token + 2 * square + 4 * D,
+        "walk": 5 * token + square + 4 * D + 2 * state / STRIDE,
+        "prepare again": 10 * token + square + 4 * D + 8 * C,
+        "walk again": 4 * token + 4 * D + state + 2 * state / STRIDE,
+        "walk back": 6 * token + 4 * D + state,
+        "values": 6 * token + 3 * square,
+        "keys": 9 * token + 2 * square + 2 * state,
+    }
+    return {name: T / C * H * size for name, size in chunk.items()}
+
+
+def kernel_times(inputs: list[Tensor], packing: Packing, repeats: int) -> list[dict[str, Any]]:
+    """Milliseconds of each launch of our kernels, beside its floor."""
+    weight = torch.randn_like(inputs[2])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            torch.autograd.grad(run(inputs, packing, "triton"), inputs, weight)
+        synchronize()
+    ours = set(LAUNCHES.values())
+    launches = [event for event in profile.events() if event.name in ours]
+    launches.sort(key=lambda event: event.time_range.start)
+    assert [event.name for event in launches] == list(LAUNCHES.values()) * repeats, launches
+    _, T, H, D = inputs[0].shape
+    return [
+        {
+            "kernel": name,
+            "ms": statistics.median(e.time_range.elapsed_us() / 1e3 for e in launches[i :: len(LAUNCHES)]),
+            "floor ms": 1e3 * size / BANDWIDTH,
+        }
+        for i, (name, size) in enumerate(moved_bytes(T, H, D).items())
+    ]
+
+
 def errors(backend: str, H: int, D: int, packed: bool, device: str, dtype: torch.dtype) -> dict[str, str]:
     """Of the output and of the worst gradient, on a short row."""
     T = 1024 if device == "cuda" else 128
@@ -136,6 +189,8 @@ def rows_of(T: int, H: int, D: int, packed: bool, names: list[str], repeats: int
     for name in names:
         found = measure(inputs, packing, name, repeats)
         found |= errors(name, H, D, packed, device, dtype)
+        if name == "triton":
+            found["kernels"] = kernel_times(inputs, packing, repeats)
         rows.append({"backend": name, "T": T, "H": H, "packed": packed, **found})
     times = {row["backend"]: row["fwd+bwd ms"] for row in rows}
     for row in rows:
@@ -165,7 +220,10 @@ def main() -> None:
                 rows += rows_of(T, H, width, packed, names, repeats)
     for name, reason in missing.items():
         print(f"not run: {name}: {reason}")
-    shown = [{key: value for key, value in row.items() if key != "spread ms"} for row in rows]
+    lists = ("spread ms", "kernels")
+    shown = [{key: value for key, value in row.items() if key not in lists} for row in rows]
+    if kernels := [row["kernels"] for row in rows if "kernels" in row]:
+        print(report.table(kernels[-1]))
     workload = {"width": width, "tokens": lengths, "heads": heads, "repeats": repeats}
     report.publish(
         {"benchmark": "kda", "workload": workload, "rows": rows, "not_run": missing}, shown, options.json

@@ -47,6 +47,7 @@ class Part:
 
 BENCHMARKS = (
     Part("train_step"),
+    Part("mfu", limit=500),
     Part("operators"),
     Part("chaos", gpus=0),
     Part("checkpoint", gpus=0),
@@ -59,6 +60,7 @@ BENCHMARKS = (
         "moe_layer", ("--rounds", "8", "--transport", "collective", "--transport", "peer"), gpus=2, limit=200
     ),
     Part("grouped_gemm"),
+    Part("cross_entropy"),
     Part("muon"),
     Part("zero2", ("--quick", "--rounds", "8"), gpus=2),
     Part("offload_tiers"),

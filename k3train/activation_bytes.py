@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from . import loss_plan
 from .activation_sites import Saved, is_region
 from .config import Config
 from .context_plan import attention_share
@@ -410,5 +411,10 @@ class _ModelTensors(_Tensors):
     def head(self, norm: str) -> None:
         """The pass through the head and the cross-entropy, behind the norm in region `norm`."""
         self.add("normed", self.model.hidden_size, ("head",), made_in=norm, taken_by=("head",))
-        self.add("softmax", vocab_rows(self.model), ("head",), made_in="head", kind="fp32")
-        self.add("targets and their mask", 1 + 1 / INDEX, ("head",), kind="index")
+        backend = loss_plan.chosen(self.config)
+        if backend in loss_plan.IN_CHUNKS:
+            self.add("largest logits and sums", 2, ("head",), made_in="head", kind="fp32")
+        else:
+            self.add("softmax", vocab_rows(self.model), ("head",), made_in="head", kind="fp32")
+        mask = 1 / INDEX if backend == loss_plan.WHOLE else 0
+        self.add("targets", 1 + mask, ("head",), kind="index")

@@ -14,6 +14,7 @@ from . import activation_bytes
 from .activation_sites import Cost, Saved
 from .config import Config, ModelConfig
 from .flops import KDA_CHUNK, layer_flops, output_flops, site_sources
+from .loss_plan import FLOAT, IN_CHUNKS, chosen
 from .shapes import BYTES, block_starts, layer_kinds, model_dtype, vocab_rows
 from .vision_config import VisionConfig
 from .vision_shapes import Grid, attention_channels, forward_flops, patches
@@ -42,6 +43,7 @@ def output_costs(config: Config, device: str) -> dict[str, Cost]:
     flops = {"attn_res.mix": 6.0 * d * sources, "head": 2.0 * d * vocab_rows(model)}
     costs = _costs(activation_bytes.output(config, device), flops)
     costs["attn_res.mix"] += Cost(0.0, _row(model) * (sources - 1))
+    costs["head"] += _logits(config)
     return costs
 
 
@@ -55,6 +57,7 @@ def mtp_costs(config: Config, device: str) -> dict[str, Cost]:
     flops = _attention(config, attention) | _feed_forward(model, mlp) | {"head": head}
     tensors = activation_bytes.mtp(config, device)
     costs = _costs(tensors, {f"mtp.{region}": each for region, each in flops.items()})
+    costs["mtp.head"] += _logits(config)
     fusion = 4.0 * model.hidden_size**2
     whole = output_flops(model, config.data.sequence_length)["mtp"] - head - fusion
     inner = {region: cost for region, cost in costs.items() if region not in ("mtp.head", "mtp.input")}
@@ -86,6 +89,11 @@ def _costs(tensors: Iterable[Saved], flops: dict[str, float]) -> dict[str, Cost]
             times = 2 if tensor.made_in in tensor.saved_by else 1
             moved[tensor.made_in] = moved.get(tensor.made_in, 0.0) + times * tensor.bytes
     return {region: Cost(flops.get(region, 0.0), size) for region, size in moved.items()}
+
+
+def _logits(config: Config) -> Cost:
+    """Of logits in chunks, which are written and read but not among what is saved."""
+    return Cost(0.0, 2.0 * FLOAT * vocab_rows(config.model) if chosen(config) in IN_CHUNKS else 0.0)
 
 
 def _row(model: ModelConfig) -> int:

@@ -79,7 +79,7 @@ _MTP = (
     Site("mtp.input", "embeddings of the tokens ahead, norms", True),
     Site("mtp.fusion", "both normed inputs side by side"),
     Site("mtp.norm", "residual stream of the MTP layer", True),
-    Site("mtp.head", "normed features, softmax of the logits", True),
+    Site("mtp.head", "normed features, softmax of the logits or what makes it again", True),
 )
 _TOWER = (
     Site("vit.input", "pixels"),
@@ -93,7 +93,7 @@ _TOWER = (
     Site("vit.ffn_output", "inner rows behind GELU"),
     Site("vit.projector", "merged patches, rows of the projector"),
 )
-_HEAD = Site("head", "normed features, softmax of the logits", True)
+_HEAD = Site("head", "normed features, softmax of the logits or what makes it again", True)
 OTHER = Site("other", "token ids")
 _REGIONS = {
     site.name for site in (*_KDA, *_MLA, *_DENSE, *_MOE, *_DECODER, *_MTP, *_TOWER, _HEAD) if site.is_region

@@ -55,6 +55,11 @@ class BackendConfig:
     """Grouped GEMMs of routed experts: te, grouped_mm or loop; auto asks a cost model before each."""
     linear: str = "auto"
     """local (megatron-core's own modules) or te (Transformer Engine)."""
+    cross_entropy: str = "auto"
+    """megatron (megatron-core's, all logits at once), chunked (logits of some words of the vocabulary at a
+    time, made again in backward), triton (the same by kernels of ours) or reference; auto is megatron."""
+    logits_mib: int = 512
+    """Device memory, MiB, for the FP32 logits of a chunk."""
 
 
 @dataclass

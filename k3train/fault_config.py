@@ -32,9 +32,12 @@ class FaultConfig:
     status 124. 0 turns the watchdog off."""
     hang_steps: float = 20.0
     """The same in median times of a step: the longer of the two counts."""
+    meet_seconds: float = 300.0
+    """Takes the place of `hang_seconds` from the start of the ranks until all have met: no rank has computed,
+    read or written anything for so long."""
     start_seconds: float = 3600.0
-    """Takes the place of `hang_seconds` up to the end of the first step, of a stage too, while kernels are
-    compiled and checkpoints read, and behind the last one."""
+    """Takes the place of `hang_seconds` from there up to the end of the first step, of a stage too, while
+    kernels are compiled and checkpoints read, and behind the last one."""
     max_restarts: int = 3
     """Times in a row, without a new checkpoint in between, that the agent starts all ranks again when one has
     died or hung."""

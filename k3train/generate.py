@@ -127,7 +127,7 @@ class Generator:
             int(lengths.max()),
         )
         tokens = torch.tensor([[token for context in contexts for token in context]], device=device)
-        logits = self.model(tokens, packing)[0, (ends - 1).to(device)]
+        logits = self.model(tokens, packing, logits_at=(ends - 1).to(device))
         return logits[:, : self.tokenizer.vocab_size].float().cpu()
 
 

@@ -18,7 +18,6 @@ from parallel.pipeline.vision_fill import vision_peaks
 from parallel.topology import Topology, split_layers
 
 from . import activation_ledger
-from .activation_bytes import FLOAT
 from .activation_ledger import (
     SPARE,
     Held,
@@ -33,10 +32,11 @@ from .activation_policy import lender, policy_of
 from .config import Config, ModelConfig
 from .expert_plan import slot_bytes, staging_bytes, working_bytes
 from .gradient_plan import Gradients, costs_more, local_numel, rank_gradients, replicas
+from .loss_plan import logits_bytes
 from .microbatch import element_bytes, row_bytes, tokens_per_microbatch
 from .optim.groups import moments
 from .quant_plan import rounded_bytes
-from .shapes import BYTES, Parameter, compact_parameters, model_dtype, vocab_rows
+from .shapes import BYTES, Parameter, compact_parameters, model_dtype
 from .vision_shapes import Grid, tokens
 from .vision_shapes import parameters as vision_parameters
 
@@ -165,8 +165,7 @@ def _vision(config: Config, topology: Topology, table: Table, parts: Parts) -> l
     the first stage from the forward that reads them to the end of its backward, and once more as a gradient.
     """
     states = vision_states(config, topology)
-    sizes = [[vision_kept(config, part) for part in row] for row in parts]
-    again = max((vision_again(config, part) for row in parts for part in row), default=0)
+    sizes, again = vision_sizes(config, parts)
     features = max((sum(features_bytes(config, part) for part in row) for row in parts), default=0)
     first = table.layout.home(0)[0]
     (read,) = peak_held(
@@ -210,6 +209,14 @@ def features_bytes(config: Config, grids: Sequence[Grid]) -> int:
     """Bytes of the embeddings that items become, and of their gradient."""
     made = sum(tokens(config.vision, grid) for grid in grids)
     return made * config.model.hidden_size * element_bytes(config.model)
+
+
+def vision_sizes(config: Config, parts: Parts) -> tuple[list[list[int]], int]:
+    """`vision_kept` of every part, and the most of `vision_again`; equal parts are looked at once."""
+    unique = {tuple(part) for row in parts for part in row}
+    kept = {part: vision_kept(config, part) for part in unique}
+    again = max((vision_again(config, part) for part in unique), default=0)
+    return [[kept[tuple(part)] for part in row] for row in parts], again
 
 
 def vision_kept(config: Config, part: Sequence[Grid]) -> int:
@@ -300,12 +307,6 @@ def _workspace(
         return int(again)
     borders = [border for stage in numbers for border in (stage, stage + 1) if 0 < border < len(cuts)]
     return int(again) + 3 * max(map(rows.width, borders)) * row_bytes(config)
-
-
-def logits_bytes(config: Config) -> int:
-    """Of a pass through the head: logits and their FP32 copy, or the gradients of both; softmax is held."""
-    size = element_bytes(config.model) + FLOAT
-    return tokens_per_microbatch(config) * vocab_rows(config.model) * size
 
 
 def _counters(model: ModelConfig) -> int:

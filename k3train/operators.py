@@ -20,6 +20,7 @@ from . import activation_bytes, activation_costs, calibration
 from .activation_sites import Cost
 from .config import Config, ModelConfig
 from .flops import TERA, site_sources, sublayer_flops
+from .loss_plan import FLOAT, IN_CHUNKS, chosen
 from .microbatch import element_bytes, tokens_per_microbatch
 from .quant.formats import GPUS_WITH_MX
 from .shapes import block_starts, layer_kinds, vocab_rows
@@ -175,7 +176,15 @@ class Operators:
             found += self._sublayers(self.kinds[-1], moved, 0)
             more = {"fusion": 4.0 * model.hidden_size**2, "head": head}
             found += self._operators(more, 0.0, LAUNCHES["output"])
+        if chosen(config) in IN_CHUNKS:
+            moved = 2.0 * FLOAT * vocab_rows(model)
+            passes = 1 + bool(model.mtp_layers)
+            found += Seconds({}, self._again({"head": passes * head}, passes * moved))
         return found
+
+    def _again(self, flops: Mapping[str, float], moved: float) -> dict[str, float]:
+        """What backward takes for a forward that it repeats, by class."""
+        return self._operators(flops, moved, 0.0).forward
 
     def _sublayers(self, kind: tuple[str, str], moved: float, sites: int) -> Seconds:
         """Attention and feed-forward sublayers that move `moved` bytes of a token, beside AttnRes sites."""
@@ -196,7 +205,8 @@ class Operators:
     def _operators(self, flops: Mapping[str, float], moved: float, launches: float) -> Seconds:
         """`flops` and `moved` bytes of a token; each weight is read by every pass, and its gradient added."""
         config, tokens = self.config, tokens_per_microbatch(self.config)
-        weights = sum(_weights(self.model, site, work, self.local_experts) for site, work in flops.items())
+        experts = self.local_experts
+        weights = sum(site_weights(self.model, site, work, experts) for site, work in flops.items())
         forward: dict[str, float] = {}
         for site, work in flops.items():
             kind = CLASS_OF.get(site, "dense_gemm")
@@ -219,7 +229,7 @@ class Operators:
         return {**spent, "launch": max(0.0, beyond)}
 
 
-def _weights(model: ModelConfig, site: str, flops: float, experts: int) -> float:
+def site_weights(model: ModelConfig, site: str, flops: float, experts: int) -> float:
     """Weights on a rank of a site that spends `flops` on a token."""
     if site == "experts":
         return 3.0 * model.latent_size * model.expert_ffn_size * experts

@@ -20,7 +20,16 @@ from parallel.pipeline.vision_fill import CapError
 from parallel.topology import Topology
 from parallel.zero2 import SLOTS
 
-from . import activation_view, calibration, host_plan, plan_view, quant_plan, step_time, vision_shapes
+from . import (
+    activation_view,
+    calibration,
+    host_plan,
+    loss_plan,
+    plan_view,
+    quant_plan,
+    step_time,
+    vision_shapes,
+)
 from .activation_policy import TOWER_LAYER, with_storage
 from .config import Config
 from .context_plan import mla_bytes
@@ -136,6 +145,7 @@ def plan(config: Config, world_size: int, simulated: Simulation | None = None) -
             calibration.assumption(config),
             *assumptions(config, topology),
             *quant_plan.assumptions(config),
+            *loss_plan.assumptions(config),
             *_vision_assumptions(config, simulated, timed),
             *filter(None, [host_plan.warning(config, host)]),
         ],

@@ -11,13 +11,13 @@ from typing import Any
 
 from parallel.pipeline.build import ScheduleError, build, usual, with_reductions
 from parallel.pipeline.rows import RowPlan
-from parallel.pipeline.simulate import Costs, Timeline, simulate, uniform
+from parallel.pipeline.simulate import Costs, Timeline, recalled, simulate, uniform
 from parallel.pipeline.table import Layout, Table
 from parallel.pipeline.vision_fill import (
     CapError,
     Progress,
     fill,
-    hidden_fraction,
+    hidden_share,
     inline,
     phase,
     plan_parts,
@@ -30,7 +30,7 @@ from .config import Config
 from .errors import UserError
 from .flops import BACKWARD_OVER_FORWARD
 from .image_load import ImageLoad, bundled, default_load
-from .memory import Parts, memory_for_plan, rank_memory, vision_again, vision_kept
+from .memory import Parts, memory_for_plan, rank_memory, vision_sizes
 from .operators import peak
 from .stage_time import Work, stage_work
 from .traffic import hop_seconds
@@ -53,7 +53,7 @@ class VisionPlan:
     """Of all the tower's operations in a step, over all pipeline ranks."""
     hidden_fraction: float
     makespans: dict[str, float]
-    """Of `vision.mode`, of "inline" and "phase", and of "none": the language model alone."""
+    """Of `vision.mode`, of "inline" and "phase" where compared, and of "none": the language model alone."""
     room: float
     """Images of a micro-batch whose work takes as long as the language model idles: no more can be hidden."""
     measured: bool
@@ -205,12 +205,11 @@ def _vision_cap(
     parts = [
         [[row[item] for item in part] for part in each] for row, each in zip(grids, bundles, strict=True)
     ]
-    sizes = [[vision_kept(config, part) for part in each] for each in parts]
+    sizes, again = vision_sizes(config, parts)
     cuts = layer_cuts(config, topology)
     rows = row_plan(config, topology, cuts, vee=table.layout.vee)
     ledgers = rank_memory(config, topology, cuts, table, rows, parts)
-    room = memory_for_plan(config) - max(sum(held.values()) for held in ledgers)
-    room -= max((vision_again(config, part) for each in parts for part in each), default=0)
+    room = memory_for_plan(config) - max(sum(held.values()) for held in ledgers) - again
     return sizes, None if sum(map(sum, sizes)) <= room else max(room, 0)
 
 
@@ -279,6 +278,7 @@ def simulation(
     measured_vision: tuple[float, float] | None = None,
     load: ImageLoad | None = None,
     progress: Progress | None = None,
+    compare: bool = True,
 ) -> Simulation:
     """The timeline of one step, with the vision tower where the configuration has one.
 
@@ -288,6 +288,7 @@ def simulation(
         measured_vision: mean seconds of the tower's forward and backward of a micro-batch in that run.
         load: images of every micro-batch, `image_load.default_load` where left out.
         progress: see `vision_table`.
+        compare: also place the tower in the simple ways.
     """
     table = pipeline_table(config, topology, schedule)
     if equal_chunks:
@@ -299,7 +300,8 @@ def simulation(
     if not config.vision.enabled:
         return Simulation(simulate(with_bursts(config, table), costs), "s")
     load = load or default_load(config)
-    return _with_vision(config, topology, table, costs, load, measured_vision, progress)
+    modes = (config.vision.mode, "inline", "phase") if compare else (config.vision.mode,)
+    return _with_vision(config, topology, table, costs, load, measured_vision, progress, modes)
 
 
 def _with_vision(
@@ -310,18 +312,19 @@ def _with_vision(
     load: ImageLoad,
     measured: tuple[float, float] | None,
     progress: Progress | None,
+    modes: Sequence[str],
 ) -> Simulation:
-    """The timeline with the tower, beside those of the simple ways to place it."""
+    """The timeline with the tower as `modes[0]` places it, beside those of the other ways."""
     grids = [load.grids] * table.layout.microbatches
-    alone = simulate(table, replace(costs, vision_forward=(), vision_backward=()))
+    alone = recalled(table, replace(costs, vision_forward=(), vision_backward=()))
     found = {}
-    for mode in dict.fromkeys((config.vision.mode, "inline", "phase")):
+    for mode in dict.fromkeys(modes):
         other = replace(config, vision=replace(config.vision, mode=mode))
         found[mode] = vision_table(other, table, costs, grids, topology, measured=measured, progress=progress)
     timelines = {
-        mode: simulate(with_bursts(config, placed), spent) for mode, (placed, spent, _) in found.items()
+        mode: recalled(with_bursts(config, placed), spent) for mode, (placed, spent, _) in found.items()
     }
-    placed, spent, bundles = found[config.vision.mode]
+    _, spent, bundles = found[config.vision.mode]
     seconds = sum(map(sum, spent.vision_forward)) + sum(map(sum, spent.vision_backward))
     idle = sum(map(alone.idle, range(table.layout.pipeline)))
     vision = VisionPlan(
@@ -329,7 +332,7 @@ def _with_vision(
         bundles=bundles,
         mode=config.vision.mode,
         seconds=seconds,
-        hidden_fraction=hidden_fraction(placed, spent),
+        hidden_fraction=hidden_share(timelines[config.vision.mode], alone, seconds),
         makespans={mode: float(timeline.makespan) for mode, timeline in timelines.items()}
         | {"none": float(alone.makespan)},
         room=load.count * idle / seconds,

@@ -22,7 +22,7 @@ from .config import Config
 from .errors import UserError
 from .layout import layout_of
 from .memory import memory_for_plan, rank_memory
-from .schedule import layer_cuts, pipeline_table, row_plan, simulation, step_parts, with_bursts
+from .schedule import Simulation, layer_cuts, pipeline_table, row_plan, simulation, step_parts, with_bursts
 from .search_bounds import Bounds, Cut, Shape
 from .search_space import Layout, Space
 from .step_time import StepTime
@@ -95,22 +95,27 @@ class Planner:
     def held(self, layout: Layout) -> Planned | None:
         """Its memory; None where `validate` refuses it."""
         if layout not in self._memory:
-            try:
-                config = self.configure(layout)
-                ranks, host = ledgers(config)
-                self._memory[layout] = Planned(layout, config, tuple(ranks), host_plan.fullest(host), None)
-            except (UserError, LayoutError):
-                self._memory[layout] = None
+            self._memory[layout] = self._look(layout)[0]
         return self._memory[layout]
 
     def plan(self, layout: Layout) -> Planned | None:
         """Its time too, where it fits."""
         if layout not in self._known:
-            found = self.held(layout)
+            found, simulated = self._look(layout)
             if found is not None and found.bytes <= self.limit and found.host <= self.host_limit:
-                found = replace(found, step=step_time.predict(found.config))
+                found = replace(found, step=_step(found.config, simulated))
             self._known[layout] = found
         return self._known[layout]
+
+    def _look(self, layout: Layout) -> tuple[Planned | None, Simulation | None]:
+        """Its memory, and its pipeline where that had to be simulated for it."""
+        try:
+            config = self.configure(layout)
+            simulated = _simulated(config)
+            ranks, host = ledgers(config, simulated)
+        except (UserError, LayoutError):
+            return None, None
+        return Planned(layout, config, tuple(ranks), host_plan.fullest(host), None), simulated
 
     def configure(self, layout: Layout) -> Config:
         """The whole configuration, validated."""
@@ -123,11 +128,24 @@ class Planner:
         return config
 
 
-def ledgers(config: Config) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
+def _simulated(config: Config) -> Simulation | None:
+    """The pipeline, where memory depends on times: with a vision tower in its bubbles."""
+    return simulation(config, layout_of(config), compare=False) if config.vision.enabled else None
+
+
+def _step(config: Config, simulated: Simulation | None) -> StepTime:
+    """`step_time.predict`, of a pipeline that may be simulated already."""
+    if simulated is None:
+        return step_time.predict(config)
+    return step_time.of_simulation(config, layout_of(config), simulated)
+
+
+def ledgers(
+    config: Config, simulated: Simulation | None
+) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
     """Bytes by kind of a rank of each stage, on its device and in host memory, as `plan` has them."""
     topology = layout_of(config)
-    if config.vision.enabled:
-        simulated = simulation(config, topology)
+    if simulated is not None:
         table, parts = simulated.timeline.table, step_parts(simulated)
     else:
         table, parts = with_bursts(config, pipeline_table(config, topology)), ()
@@ -204,14 +222,13 @@ class _Queue:
         return self._count
 
     def _fill(self, cut: Cut) -> None:
-        space, states = self.space, self.bounds.states(cut)
+        space = self.space
         policies = [name for name in space.policies if space.usable(cut.pipeline, name)]
         for context, data in space.spreads(cut.pipeline):
             for size, count in space.batches(context, data):
                 for policy in policies:
                     shape = Shape(context, size, policy)
-                    held = (states + self.bounds.activations(cut, shape, count)).max(axis=2)
-                    self._fit(cut, data, count, shape, held)
+                    self._fit(cut, data, count, shape, self.bounds.held(cut, shape, count))
 
     def _fit(self, cut: Cut, data: int, count: int, shape: Shape, held: np.ndarray) -> None:
         """Queue what fits of expert parallelism and states; `held` is [E, S]."""
@@ -254,10 +271,11 @@ class _Queue:
         )
 
     def note(self, planned: Planned) -> None:
-        """Keep the seconds of a pipeline: where states lie changes nothing of them."""
+        """Keep the seconds of a pipeline: where states lie changes nothing of them, without its backlog."""
         assert planned.step is not None
         layout = planned.layout
-        seconds = planned.step.seconds - self.end_seconds(layout)
+        seconds = planned.step.seconds - planned.step.parts.get(step_time.BACKLOG, 0.0)
+        seconds -= self.end_seconds(layout)
         self._pipelines[replace(layout, states=self.space.states[0])] = seconds
 
     def is_slower(self, layout: Layout, own: Planned) -> bool:

@@ -10,6 +10,7 @@ Letters: L kinds of layers, C chunks, p ranks of a pipeline, E x S pairs of expe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -23,11 +24,13 @@ from parallel.topology import Topology, split_layers
 from parallel.zero2 import SLOTS
 
 from .activation_ledger import BANK, recomputed, stage_places, stages
-from .activation_policy import LAYER, policy_of, recomputes
+from .activation_policy import LAYER, TOWER_LAYER, policy_of, recomputes, with_storage
 from .activation_time import GIGA, Rates, added, rates, window_seconds
 from .config import Config
 from .expert_plan import slot_bytes, staging_bytes, working_bytes
-from .memory import logits_bytes, state_ledger, vision_states
+from .image_load import default_load
+from .loss_plan import logits_bytes
+from .memory import features_bytes, state_ledger, vision_kept, vision_states
 from .microbatch import row_bytes, tokens_per_microbatch
 from .quant_plan import rounded_bytes
 from .schedule import row_plan
@@ -171,6 +174,32 @@ class Bounds:
                 found[place].append(entry)
         return list(found.values())
 
+    def held(self, cut: Cut, shape: Shape, microbatches: int) -> np.ndarray:
+        """Bytes of the fullest rank, by expert parallelism and where states lie: [E, S]."""
+        ranks = self.states(cut) + self.activations(cut, shape, microbatches)
+        most: np.ndarray = ranks.max(axis=2)
+        if not self.config.vision.enabled:
+            return most
+        # The tower's activations of what is under way lie on some ranks: at best they fill the emptiest up.
+        spread = self._tower_kept(shape) * self._warm(cut, microbatches)[0]
+        filled = np.sort(ranks, axis=2).cumsum(axis=2) + spread
+        return np.maximum(most, (filled / np.arange(1, cut.pipeline + 1)).min(axis=2))
+
+    def _tower_kept(self, shape: Shape) -> float:
+        """Bytes that the images of a micro-batch leave behind, kept or run again, whichever is less."""
+        key = "tower", shape
+        if key not in self._known:
+            config = self._shaped(1, shape)
+            ways = [config]
+            if policy_of(config).pattern(TOWER_LAYER) is None:
+                kept = (with_storage(config, {TOWER_LAYER: name}) for name in ("keep", "recompute"))
+                ways = [replace(config, offload=replace(config.offload, resolved=each)) for each in kept]
+            grids = default_load(config).grids
+            # Parts of a micro-batch each round down to a byte.
+            least = min(vision_kept(way, grids) for way in ways) - config.parallel.pipeline - len(grids)
+            self._known[key] = np.array(max(0, least))
+        return float(self._known[key])
+
     def activations(self, cut: Cut, shape: Shape, microbatches: int) -> np.ndarray:
         """Bytes of activations on each rank when it has warmed up: [p]."""
         held, again = self._activation_kinds(cut.pipeline, shape)
@@ -186,6 +215,9 @@ class Bounds:
         found += workspace + 3 * row * by_rank(self._widths(cut)).max(axis=0)
         found += tokens_per_microbatch(config) * working_bytes(config)
         found[-1] += logits_bytes(config)
+        if config.vision.enabled:
+            # Embeddings of images from the forward that reads them, and once more as a gradient.
+            found[0] += (warm[0] + 1) * features_bytes(config, default_load(config).grids)
         away = sum(by_rank(warm * chunks).sum(axis=0) for chunks, _ in self._away(cut, shape))
         return found + np.minimum(2.0 * (config.offload.inflight_mib << 20), away)
 

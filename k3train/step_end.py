@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from parallel.topology import Topology
 
-from . import calibration
+from . import calibration, gradient_moves
 from .config import Config
 from .gradient_plan import FP32
 from .memory import tower_parameters
@@ -41,9 +41,10 @@ def parts(config: Config, topology: Topology, cuts: list[range]) -> dict[str, Pa
     ranks = rank_sums(config, topology, cuts)
     update, newton_schulz = _worst(ranks, lambda place: update_seconds(config, topology, place))
     streamed = _streamed_seconds(config, topology, ranks)
+    moved = gradient_moves.seconds(config, topology, ranks)
     measured = calibration.of_shapes(config)
     zero = config.parallel.zero
-    sums = _sums_in_a_step(config)
+    sums = gradient_moves.sums_in_a_step(config)
     share = 1 / sums if zero == 2 else 1.0
     why = (
         f"the last of {sums} sums of a chunk has no backward beside it; over "
@@ -67,8 +68,9 @@ def parts(config: Config, topology: Topology, cuts: list[range]) -> dict[str, Pa
             f"states pass through windows from {config.offload.optimizer} slower than they are updated",
         ),
         "gradient_offload": Part(
-            _fetched_seconds(config, topology, ranks),
-            f"sums of gradients come back from {config.offload.gradients} for their norm and the update",
+            moved.last + moved.back,
+            f"the last sum leaves for {config.offload.gradients} when no backward is left, and all of them "
+            "come back for their norm and the update",
         ),
         "parameter_gather": Part(
             gathered, "the next forward needs all updated parameters; over " + _over(config, topology)
@@ -78,6 +80,15 @@ def parts(config: Config, topology: Topology, cuts: list[range]) -> dict[str, Pa
         ),
         "step": Part(measured.step if measured else 0.0, "what a step takes beside all that, as measured"),
     }
+
+
+def backlog(config: Config, topology: Topology, cuts: list[range], pipeline: float) -> Part:
+    """What sums of gradients on their way below the device take longer than the `pipeline` beside them."""
+    if config.offload.gradients == "device":
+        return Part(0.0, "")
+    beside = gradient_moves.seconds(config, topology, rank_sums(config, topology, cuts)).beside
+    why = f"sums of gradients take {beside:.3g} s on their way to {config.offload.gradients}, longer than all"
+    return Part(max(0.0, beside - pipeline), f"{why} operations beside them")
 
 
 def update_seconds(config: Config, topology: Topology, place: Place) -> tuple[float, float]:
@@ -130,15 +141,6 @@ def _collectives(config: Config, topology: Topology, place: Place) -> tuple[floa
     return reduced, gathered
 
 
-def _sums_in_a_step(config: Config) -> int:
-    """How often the first rank sums a chunk's gradients under ZeRO-2: once for each turn to another chunk."""
-    parallel = config.parallel
-    if parallel.virtual == 1:
-        return 1
-    group = parallel.microbatch_group or parallel.pipeline
-    return parallel.virtual * max(1, -(-config.run.microbatches // group))
-
-
 def _tower_gradients(config: Config, topology: Topology) -> Part:
     ranks, beside = topology.pipeline, topology.data * topology.context
     tower = sum(entry.numel for entry in tower_parameters(config))
@@ -176,16 +178,6 @@ def _streamed_seconds(config: Config, topology: Topology, ranks: list[Place]) ->
         else (cluster.nvme_write_gbps, cluster.nvme_read_gbps)
     )
     return nbytes / GIGA * (1 / out + 1 / back if store != "host" else 1 / out)
-
-
-def _fetched_seconds(config: Config, topology: Topology, ranks: list[Place]) -> float:
-    """Of gradient shards from their tier, once a step; what goes there does so beside the backwards."""
-    store, cluster = config.offload.gradients, config.cluster
-    if config.parallel.zero != 2 or store == "device":
-        return 0.0
-    nbytes = FP32 * _elements(topology, ranks)
-    seconds = nbytes / (cluster.host_gbps * GIGA)
-    return seconds if store == "host" else seconds + nbytes / (cluster.nvme_read_gbps * GIGA)
 
 
 def _elements(topology: Topology, ranks: list[Place]) -> float:

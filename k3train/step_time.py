@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parallel.pipeline.simulate import Costs, Timeline, simulate
+from parallel.pipeline.simulate import Costs, Timeline, recalled, simulate
 from parallel.pipeline.table import Layout
 from parallel.topology import Topology
 
@@ -25,6 +25,8 @@ from .schedule import Simulation, costs_of, layer_cuts, pipeline_table, row_plan
 from .stage_time import Work
 from .traffic import GIGA, link_class, ring_bandwidth
 
+BACKLOG = "gradient_backlog"
+"""The one part behind the pipeline that depends on how long it takes."""
 BUBBLE, MESSAGES, VISION, OFFLOAD, FP8 = "bubble", "messages", "vision", "offload", "fp8"
 COMPUTING = (*CLASSES, stage_time.RECOMPUTE, stage_time.OPERATION, FP8, VISION)
 """Parts in which a rank works for the model."""
@@ -119,7 +121,7 @@ def _message_seconds(
         return 0.0
     table = pipeline_table(config, topology, simulated.schedule)
     bare = replace(costs, vision_forward=(), vision_backward=())
-    with_hops, without = (simulate(table, each) for each in (bare, replace(bare, hop=0.0)))
+    with_hops, without = recalled(table, bare), simulate(table, replace(bare, hop=0.0))
     return max(0.0, float(with_hops.makespan - without.makespan))
 
 
@@ -182,6 +184,7 @@ def _composed(
     """The step of a pipeline and all that follows it; `grids` of the images, the planned ones if left out."""
     parts = _pipeline_parts(stages, pipe)
     ends = step_end.parts(config, topology, cuts)
+    ends[BACKLOG] = step_end.backlog(config, topology, cuts, pipe.makespan)
     parts |= {name: part.seconds for name, part in ends.items()}
     parts = {name: seconds for name, seconds in parts.items() if seconds > 0}
     seconds = sum(parts.values())

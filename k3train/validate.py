@@ -18,6 +18,7 @@ from .config_file import load_yaml
 from .curriculum import may_change
 from .errors import UserError
 from .quant.formats import BLOCK, FORMATS, PRODUCTS, ROUNDINGS, native_refusal
+from .redaction import check_secrets
 from .resume import changes, fixed_keys, refuse_batch, shown
 
 Check = Callable[[Config, int], None]
@@ -35,6 +36,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "vision.mode": ("bubbles", "inline", "phase"),
     "vision.attention": ("auto", "varlen", "sdpa", "reference"),
     "model.backends.linear": ("auto", "local", "te"),
+    "model.backends.cross_entropy": ("auto", "megatron", "chunked", "triton", "reference"),
     "data.source": ("bundled", "indexed", "chat", "needles"),
     "data.malformed": ("stop", "skip"),
     "data.overlong": ("cut", "drop"),
@@ -65,7 +67,7 @@ AT_LEAST: dict[str, float] = {
             "model.full_attention_every",
             "model.q_lora_rank", "model.kv_lora_rank", "model.qk_nope_head_dim", "model.v_head_dim",
             "model.latent_size", "model.expert_ffn_size", "model.dense_ffn_size", "model.top_k",
-            "model.attn_res_block_size",
+            "model.attn_res_block_size", "model.backends.logits_mib",
         ),
         1,
     ),
@@ -108,7 +110,7 @@ AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("fault.hang_seconds", "fault.hang_steps", "fault.start_seconds"), 0),
     **dict.fromkeys(("fault.max_restarts", "fault.straggler_ratio", "fault.health_skew_seconds"), 0),
     **dict.fromkeys(("fault.spike.floor", "fault.spike.rollbacks"), 0),
-    **dict.fromkeys(("fault.straggler_reports", "fault.spike.steps"), 1),
+    **dict.fromkeys(("fault.straggler_reports", "fault.spike.steps", "fault.meet_seconds"), 1),
     **dict.fromkeys(
         (
             "log.prometheus_port", "log.alerts.loss_spike", "log.alerts.imbalance", "log.alerts.stall",
@@ -161,8 +163,8 @@ def validate(config: Config, world_size: int, *, inputs: bool = True) -> None:
     Raises UserError for the first problem: key, value and what would be valid.
     """
     checks: list[Check] = [
-        _numbers_are_finite, _choices, _ranges, _features, _pipeline, _context, _offload, _ranks, _experts,
-        _model, _quant, _vision, _optim, _data, _cluster, _faults, _log, check_policy,
+        check_secrets, _numbers_are_finite, _choices, _ranges, _features, _pipeline, _context, _offload,
+        _ranks, _experts, _model, _quant, _vision, _optim, _data, _cluster, _faults, _log, check_policy,
     ]  # fmt: skip
     if inputs:
         checks += [_initial, _tokenizer, _corpora, _run_folder, _same_run, check_disk]
@@ -440,7 +442,14 @@ def _log(config: Config, world_size: int) -> None:
 
 
 def _faults(config: Config, world_size: int) -> None:
-    fault = config.fault
+    fault, timeout = config.fault, config.parallel.timeout_minutes
+    if 0 < fault.hang_seconds < 1:
+        reason = "shorter than a rank can be seen to stand still; use 1 or more, or 0 for no watchdog"
+        _refuse(config, "fault.hang_seconds", reason)
+    for key, seconds in (("hang_seconds", fault.hang_seconds), ("meet_seconds", fault.meet_seconds)):
+        if fault.hang_seconds and seconds >= 60 * timeout:
+            reason = f"collectives give up after parallel.timeout_minutes={timeout:g}, before a rank is named"
+            _refuse(config, f"fault.{key}", f"{reason}; use less, or raise that")
     if 0 < fault.straggler_ratio <= 1:
         _refuse(
             config, "fault.straggler_ratio", "a rank is slow above 1; use more than 1, or 0 for no report"

@@ -14,7 +14,10 @@ from k3train.checkpoint import listing
 from k3train.errors import UserError
 
 LIST = "the checkpoints of a run, in its folder and on this node's disk; file sizes are compared"
-VERIFY = "read every file of a run's checkpoints and compare it with its checksum; status 1 if one is damaged"
+VERIFY = (
+    "read every file of a run's checkpoints, compare it with its checksum and look for code in its pickles; "
+    "status 1 if one is damaged or has any"
+)
 PRUNE = "remove what checkpoint.keep and checkpoint.keep_every let go; says what, and does it with --yes"
 
 
@@ -111,6 +114,10 @@ def _verify(arguments: list[str]) -> int:
         progress = _Progress(entry, total, done)
         problems = listing.problems_of(Path(entry.folder), progress)
         progress.end()
+        if not problems:
+            from k3train.checkpoint.inspection import code_in
+
+            problems = code_in(Path(entry.folder))
         done += entry.bytes
         results.append({"step": entry.step, "where": entry.where, "problems": problems})
         if not options.json:

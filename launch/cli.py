@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from k3train.errors import UserError
 
+from .modes import keep_from_others
+
 HELP_FLAGS = ("-h", "--help", "help")
 VERBS = (
     "train", "plan", "bench", "doctor", "data", "convert", "sample", "eval", "report", "checkpoint", "launch",
@@ -31,10 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_verb(verb: str, arguments: Sequence[str]) -> int:
     """Run one verb; the exit status."""
+    keep_from_others()
     try:
         return _dispatch(verb, list(arguments))
     except UserError as error:
-        print(f"k3train: {error}", file=sys.stderr)
+        from k3train.redaction import redact
+
+        print(f"k3train: {redact(str(error))}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader of a pipe left
         sys.stderr.close()

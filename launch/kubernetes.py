@@ -145,8 +145,8 @@ def _name(run_name: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """Keep Kubernetes from expanding $(NAME) in a value."""
-    return text.replace("$(", "$$(")
+    """Keep Kubernetes from expanding $(NAME) in a value, and from taking $$ for an escaped $."""
+    return re.sub(r"\$+(?=\()|\${2,}", lambda found: 2 * found[0], text)
 
 
 class _Dumper(yaml.SafeDumper):

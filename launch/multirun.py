@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -16,10 +19,13 @@ from hydra.core.override_parser.types import Override
 
 from k3train.errors import UserError
 from k3train.exit_status import DONE, SAVED
-from k3train.train.signals import STOP_SIGNALS
+from k3train.train.signals import stop_signals
 
 from .compose import ready
+from .guard import Guard
 from .overrides import parse
+
+MARK = "K3TRAIN_SWEEP"
 
 
 @dataclass
@@ -38,7 +44,8 @@ def sweep(arguments: Sequence[str]) -> int:
     Raises UserError before the first run starts when any of them would be refused.
     """
     jobs = plan_jobs(arguments)
-    stopped = _run_all(jobs)
+    with tempfile.TemporaryDirectory(prefix="k3train-sweep-") as folder, closing(Guard(MARK, folder)):
+        stopped = _run_all(jobs, folder)
     print(summary(jobs))
     done = [job for job in jobs if job.code is not None]
     return 0 if all(job.code in (DONE, SAVED) for job in done) and (stopped or len(done) == len(jobs)) else 1
@@ -79,8 +86,8 @@ def _values(override: Override) -> list[str]:
     return [f"{key}={value}" for value in override.sweep_string_iterator()]
 
 
-def _run_all(jobs: Sequence[Job]) -> bool:
-    """Run the jobs in order, until a stop signal; whether one came."""
+def _run_all(jobs: Sequence[Job], folder: str) -> bool:
+    """Run the jobs in order, until a stop signal; whether one came. `folder` marks them for the guard."""
     running: list[subprocess.Popen[bytes]] = []
     stopped = False
 
@@ -89,15 +96,16 @@ def _run_all(jobs: Sequence[Job]) -> bool:
         stopped = True
         for process in running:
             process.send_signal(number)
+            process.send_signal(signal.SIGCONT)
 
-    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, forward) for number in stop_signals()}
     try:
         for number, job in enumerate(jobs):
             if stopped:
                 break
             print(f"[{number + 1}/{len(jobs)}] {job.swept}", flush=True)
             command = [sys.executable, "-m", "launch.train", *job.overrides]
-            running[:] = [subprocess.Popen(command, start_new_session=True)]
+            running[:] = [subprocess.Popen(command, env={**os.environ, MARK: folder}, start_new_session=True)]
             job.code = running[0].wait()
     finally:
         for number_, handler in before.items():

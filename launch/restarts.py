@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3train.checkpoint.folders import available
+from k3train.config import Config
 from k3train.errors import UserError
 from k3train.exit_status import FINAL, HUNG, INTERRUPTED, UNHEALTHY
+from k3train.log import events
 
-from . import status
+from . import guard, status
+from .start_watch import StartWatch
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
@@ -34,7 +40,17 @@ class Restarts:
         self.arguments, self.options, self.folder = list(arguments), options, folder
         self.stopping = False
         """A stop signal has come: what fails now is not started again."""
-        self._in_a_row, self._newest = 0, -1
+        self.alone = True
+        """No rank runs here: this node waits for the others."""
+        self._in_a_row, self._newest, self._starts = 0, -1, 0
+        self.ranks: dict[int, int] = {}
+        """Process ids of this node's, by rank."""
+        self._guard: guard.Guard | None = None
+        self._watch: StartWatch | None = None
+
+    def meeting(self) -> None:
+        """This node waits for the others, and has no ranks."""
+        self.alone = True
 
     def again(self, result: RunResult) -> bool:
         """Whether to start all ranks again; says so."""
@@ -57,26 +73,64 @@ class Restarts:
         return True
 
     def starting(self) -> None:
-        """Forget what the ranks of an earlier start have told."""
+        """Forget what the ranks of an earlier start have told, and tell those that start now."""
+        self.alone = False
         for path in Path(self.folder).glob("*.json"):
             path.unlink(missing_ok=True)
+        self._starts += 1
+        os.environ[status.STARTS_VARIABLE] = str(self._starts)
+        if self._guard is None:
+            self._guard = guard.Guard(status.FOLDER_VARIABLE, self.folder)
+
+    def started(self, ranks: dict[int, int]) -> None:
+        """Watch over the ranks until they do so themselves."""
+        self.ranks = ranks
+        if self._watch is None:
+            config = self._config()
+            active = config is not None and config.fault.hang_seconds > 0
+            limit = config.fault.meet_seconds if config is not None and active else 0.0
+            self._watch = StartWatch(Path(config.run.dir if config else "").expanduser(), limit)
+        self._watch.begin(ranks, time.monotonic())
+
+    def still(self) -> list[int]:
+        """Ranks that have hung before they could notice it; says so."""
+        if self._watch is None or not (found := self._watch.still(time.monotonic())):
+            return []
+        text = self._watch.describe(found)
+        print(f"k3train: {text}", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            events.append(self._watch.run_dir, 0, "hang", text)
+        return found
+
+    def close(self) -> None:
+        """Nothing is left to be guarded."""
+        if self._guard is not None:
+            self._guard.close()
+        self._guard = None
+        os.environ.pop(status.STARTS_VARIABLE, None)
 
     def _most(self) -> tuple[int, int]:
         """Restarts allowed, and the newest step that has a checkpoint (0 without one)."""
         given = any(word.partition("=")[0] in ("--max-restarts", "--max_restarts") for word in self._own())
         if ENTRY not in self.arguments:
             return self.options.max_restarts, 0
-        from .compose import compose
-
-        try:
-            config = compose(self.arguments[self.arguments.index(ENTRY) + 1 :])
-        except UserError:
+        if (config := self._config()) is None:
             return 0, 0
         newest = max(available(Path(config.run.dir).expanduser() / "checkpoints"), default=0)
         # Pods that meet at a fixed address are started again one by one, by their operator.
         alone = self.options.rdzv_backend == "c10d" or self.options.nnodes in ("1", "1:1")
         most = self.options.max_restarts if given else config.fault.max_restarts
         return most if alone else 0, newest
+
+    def _config(self) -> Config | None:
+        """What the ranks train; None where they train nothing, or would refuse it."""
+        if ENTRY not in self.arguments:
+            return None
+        from .compose import compose
+
+        with suppress(UserError):
+            return compose(self.arguments[self.arguments.index(ENTRY) + 1 :])
+        return None
 
     def _own(self) -> list[str]:
         """The agent's arguments, without the ranks'."""

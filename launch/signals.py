@@ -9,7 +9,7 @@ import sys
 import threading
 from types import FrameType
 
-from k3train.train.signals import STOP_SIGNALS
+from k3train.train.signals import stop_signals
 
 RETRY_SECONDS = 0.3
 
@@ -23,7 +23,7 @@ def redeliver(number: int, frame: FrameType | None = None) -> None:
 
 def defer_until_loop() -> None:
     """Hold stop signals back while modules load; the training loop installs its own handlers over these."""
-    for number in STOP_SIGNALS:
+    for number in stop_signals():
         signal.signal(number, redeliver)
 
 

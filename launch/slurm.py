@@ -22,6 +22,9 @@ from .finished import last_checkpoint
 HELPERS = 3
 """Threads of a GPU rank beside its own `run.threads`: the reader, the checkpoint's writer, the network."""
 
+END_OF_NODE = "ON_NODE"
+"""Ends what runs on each node, in the script."""
+
 BATCH = """\
 set -uo pipefail
 
@@ -71,9 +74,14 @@ def render(config: Config, overrides: Sequence[str]) -> str:
     exports = [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
     if config.cluster.image is None:
         exports.insert(0, 'export PATH="$SLURM_SUBMIT_DIR/.venv/bin:$PATH"')
+    node = "\n".join([*config.cluster.setup, _agent(config, overrides)])
+    if END_OF_NODE in node.splitlines():
+        raise UserError(
+            f"a line {END_OF_NODE!r} in a value or in cluster.setup would end the job's text; change it"
+        )
     body = BATCH.format(
         environment="\n".join(exports),
-        node="\n".join([*config.cluster.setup, _agent(config, overrides)]),
+        node=node,
         srun=" ".join(_srun_options(config)),
         final=" | ".join(map(str, FINAL)),
         saved=SAVED,
@@ -104,7 +112,7 @@ def _directives(config: Config) -> list[str]:
 
 
 def _directive(name: str, value: str) -> str:
-    if "\n" in value:
+    if not value.isprintable():
         raise UserError(f"{name} {value!r}: a line break cannot stand in a Slurm directive; remove it")
     return f"#SBATCH --{name}={shlex.quote(value)}"
 
@@ -126,7 +134,10 @@ def _absolute_folders(config: Config) -> list[str]:
     files = [*data.train, *data.valid, *([] if data.tokenizer == "byte" else [data.tokenizer])]
     folders = [config.run.dir, *([data.cache_dir] if data.cache_dir else [])]
     folders += [str(Path(file).parent) for file in files]
-    return sorted({folder for folder in folders if folder.startswith("/")})
+    absolute = sorted({folder for folder in folders if folder.startswith("/")})
+    if odd := next((folder for folder in absolute if set(",:") & set(folder)), None):
+        raise UserError(f"{odd!r}: a folder that a container mounts can have neither , nor : in its name")
+    return absolute
 
 
 def _agent(config: Config, overrides: Sequence[str]) -> str:

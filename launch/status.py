@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FOLDER_VARIABLE = "K3TRAIN_WORKER_STATUS"
+STARTS_VARIABLE = "K3TRAIN_STARTS"
+"""How often this node's ranks have been started; torchrun's own count leaves out what other nodes caused."""
 
 
 @dataclass(frozen=True)

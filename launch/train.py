@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from k3train.config import Config
 from k3train.errors import UserError
 from k3train.exit_status import DONE, FAILED, REFUSED, SAVED
+from k3train.redaction import redact
 
 from . import status
 from .compose import ready_stages
+from .modes import keep_from_others
 from .signals import defer_until_loop, follow_parent
 
 
@@ -43,18 +45,20 @@ def main(arguments: Sequence[str]) -> int:
 def worker(arguments: Sequence[str]) -> int:
     """One rank under torchrun: train, and leave the agent a note of how it ended."""
     rank = int(os.environ["RANK"])
-    heard = status.write(status.WorkerStatus(rank, os.getpid()))
+    keep_from_others()
     defer_until_loop()
+    heard = status.write(status.WorkerStatus(rank, os.getpid()))
     if heard:
         follow_parent(signal.SIGTERM)
     message = ""
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+    counts = (os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get(status.STARTS_VARIABLE, "1"))
+    if counts[0] != "0" or counts[1] != "1":
         # Started again, it goes on with what it has left, a run that was to begin afresh too.
         arguments = [*arguments, "run.resume=true"]
     try:
         code = _train(ready_stages(arguments), arguments)
     except UserError as error:
-        code, message = REFUSED, str(error)
+        code, message = REFUSED, redact(str(error))
         if not heard:
             print(f"k3train: {message}", file=sys.stderr)
     except Exception:

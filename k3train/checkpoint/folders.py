@@ -125,7 +125,7 @@ def lock_folder(folder: Path) -> int | None:
     Raises:
         UserError: another process holds the folder.
     """
-    descriptor = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+    descriptor = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -170,6 +171,7 @@ def _local_root(run: Path) -> Path | None:
     try:
         folder = load_yaml(run / "config.yaml").checkpoint.local_dir
         identity = (run / places.FOLDER / places.IDENTITY).read_text().strip()
-        return None if folder is None else places.local_root(folder, identity)
+        root = None if folder is None else places.local_root(folder, identity)
+        return root if root is None or os.access(root, os.R_OK | os.X_OK) else None
     except (OSError, UserError):
         return None

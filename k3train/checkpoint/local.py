@@ -11,6 +11,7 @@ import os
 import pickle
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,8 @@ import torch.distributed as dist
 
 from ..errors import UserError
 from . import folders, manifest
-from .places import IDENTITY, local_root
+from .places import IDENTITY, PART_TABLE, REPORTS, local_root
 from .shards import Report
-
-REPORTS, TABLE = "reports.json", ".table"
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ class LocalDisk:
         (folder / REPORTS).write_text(json.dumps(plain))
         folders.sync(folder / REPORTS)
         if table is not None:
-            (folder / TABLE).write_bytes(pickle.dumps(table))
-            folders.sync(folder / TABLE)
+            (folder / PART_TABLE).write_bytes(pickle.dumps(table))
+            folders.sync(folder / PART_TABLE)
         files = {name: checksum for report in reports.values() for name, checksum in report.files.items()}
         manifest.write(folder, {**content, "ranks": sorted(reports)}, files)
         target = folders.publish(folder, self.root, content["step"])
@@ -89,8 +88,10 @@ def join(folder: str, run: Path, rank: int, *, keep: int, need_bytes: int) -> Lo
     mark = f".rank-{identity[1]}-"
     try:
         root = local_root(folder, identity[0])
+        _make_private(root)
         folders.check_writable(root, 0)
         (root / f"{mark}{rank}").touch()
+        _refuse_strangers(root, root / f"{mark}{rank}")
     except (OSError, UserError) as error:
         problem = str(error)
     problems = _gather(problem)
@@ -109,6 +110,20 @@ def join(folder: str, run: Path, rank: int, *, keep: int, need_bytes: int) -> Lo
         return LocalDisk(root, ranks, rank, keep)
     number, text = next((number, text) for number, text in enumerate(problems) if text)
     raise UserError(f"checkpoint.local_dir={folder}: rank {number}: {text}")
+
+
+def _make_private(root: Path) -> None:
+    """Make the folder, which often lies where every user of the node may write, for this user alone."""
+    with suppress(OSError):  # what cannot be made is told of where it is written to
+        root.parent.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, exist_ok=True)
+        root.chmod(0o700)
+
+
+def _refuse_strangers(root: Path, own: Path) -> None:
+    """Raise UserError where somebody else has made the folder, and could change what is read from it."""
+    if root.is_symlink() or root.stat().st_uid != own.stat().st_uid:
+        raise UserError(f"{root} belongs to another user; remove it, or set another checkpoint.local_dir")
 
 
 def _identity(run: Path) -> str:

@@ -29,6 +29,7 @@ from .saving import Save, Upload, discard, failure
 from .shards import Report, ShardWriter
 from .staging import StagedLoad, staged
 from .tensors import CheckpointTensors
+from .unpickling import plain_values_only, refuse_pickled
 from .verify import verify
 
 Chunks = list[DistributedDataParallel]
@@ -209,7 +210,7 @@ class CheckpointManager:
             the `extra` it was saved with, or None if there is no checkpoint.
 
         Raises:
-            UserError: it belongs to another configuration, or none of the checkpoints is intact.
+            UserError: it belongs to another configuration, would run code, or none of them is intact.
         """
         found = found or self.newest()
         if found is None:
@@ -230,7 +231,7 @@ class CheckpointManager:
         }
         with self._readable(found) as (folder, strategy):
             missing = policy_state.leave_out(state, CheckpointTensors(folder))
-            loaded = dist_checkpointing.load(state, str(folder), strategy)
+            loaded = self._read(state, folder, strategy)
         policy_state.put_back(loaded, missing)
         _load_model(chunks, loaded)
         optimizer_state.restore(optimizer, loaded["optimizer"], content["updates"], chunks)
@@ -354,6 +355,21 @@ class CheckpointManager:
         assert self.disk is not None
         with staged(self.disk, found.content["step"], self.groups.device) as stage:
             yield stage.folder, StagedLoad(stage)
+
+    def _read(self, state: dict[str, Any], folder: Path, strategy: StagedLoad | None) -> dict[str, Any]:
+        """What megatron-core reads; a file that would run code is refused on all ranks."""
+        loaded: dict[str, Any] = {}
+        problem = ""
+        try:
+            with plain_values_only(folder):
+                loaded = dist_checkpointing.load(state, str(folder), strategy)
+            for part in loaded.values():
+                refuse_pickled(folder, part)
+        except UserError as error:
+            problem = str(error)
+        if first := next((text for text in _gather(problem) if text), ""):
+            raise UserError(first)
+        return loaded
 
     def _newest_intact(self, before: int | None = None) -> Found | None:
         """The checkpoint to load; the ranks share the reading, and decide alike."""

@@ -12,6 +12,8 @@ FOLDER = "checkpoints"
 """In the run's folder."""
 IDENTITY = "run-id"
 """In that folder: what tells a run from another one that had the same folder."""
+REPORTS, PART_TABLE = "reports.json", ".table"
+"""In a node's part of a checkpoint: what its ranks wrote, and the table of all tensors without places."""
 
 
 def local_root(folder: str, identity: str) -> Path:

@@ -21,9 +21,11 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from . import folders, shards
-from .local import REPORTS, TABLE, LocalDisk
+from .local import LocalDisk
+from .places import PART_TABLE, REPORTS
 from .shards import Report
-from .tensors import overlap, read_table
+from .tensors import overlap
+from .unpickling import read_table
 
 COMMON = "common_state"
 """megatron-core reads it before anything else, on every rank."""
@@ -47,10 +49,11 @@ class Stage:
             self.folder.mkdir()
             for name in self._own:
                 (self.folder / name).symlink_to(part / name)
-            shards.complete(self.folder, read_table(io.BytesIO(table)), map(Report.of, reports.values()))
+            described = read_table(io.BytesIO(table), part / PART_TABLE)
+            shards.complete(self.folder, described, map(Report.of, reports.values()))
         dist.barrier()
         with (self.folder / ".metadata").open("rb") as file:
-            self.metadata = read_table(file)
+            self.metadata = read_table(file, self.folder / ".metadata")
         assert self.metadata.storage_data is not None
         self._files = {
             (index.fqn, None if index.offset is None else tuple(index.offset)): info.relative_path
@@ -136,7 +139,7 @@ def _described(part: Path) -> tuple[dict[int, dict[str, Any]], bytes | None]:
     if not (part / REPORTS).is_file():
         return {}, None
     plain = json.loads((part / REPORTS).read_text())
-    table = part / TABLE
+    table = part / PART_TABLE
     return {
         int(rank): report for rank, report in plain.items()
     }, table.read_bytes() if table.is_file() else None

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..errors import UserError
 from . import folders, manifest
+from .unpickling import load_tensor, read_table, reason
 
 TABLE = ".metadata"
 PREFIX = "model."
@@ -43,26 +44,20 @@ def place(name: str) -> tuple[str, int | None]:
     return PREFIX + name, None
 
 
-def read_table(file: BinaryIO) -> Metadata:
-    """Which rectangle of which tensor lies where, as torch's distributed format pickles it."""
-    table: Metadata = pickle.load(file)
-    return table
-
-
 class CheckpointTensors:
     """The model's tensors in the folder of a complete checkpoint; safe to use from several processes.
 
     Raises:
-        UserError: the table of its tensors is missing or torn.
+        UserError: the table of its tensors is missing or torn, or would run code.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
             with (folder / TABLE).open("rb") as file:
-                self._metadata = read_table(file)
-        except (OSError, pickle.UnpicklingError, EOFError) as error:
-            raise UserError(f"{folder}: its table {TABLE} is missing or torn ({error})") from error
+                self._metadata = read_table(file, folder / TABLE)
+        except OSError as error:
+            raise UserError(f"{folder / TABLE}: missing or torn ({error.strerror or error})") from error
         assert self._metadata.storage_data is not None
 
     def __contains__(self, name: str) -> bool:
@@ -121,10 +116,11 @@ class CheckpointTensors:
         path = self.folder / info.relative_path
         try:
             with path.open("rb") as file:
-                loaded: Tensor = torch.load(io.BufferedReader(_Slice(file, info.offset, info.length)))
+                loaded: Tensor = load_tensor(slice_of(file, info.offset, info.length))
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"{path}: {index.fqn} cannot be read ({reason})") from error
+            raise UserError(f"{path}: {index.fqn} cannot be read ({reason(error)})") from error
+        if not isinstance(loaded, Tensor):
+            raise UserError(f"{path}: {index.fqn} is no tensor but {type(loaded).__name__}")
         return loaded
 
 
@@ -153,6 +149,11 @@ class _Slice(io.RawIOBase):
         got: int = self.file.readinto(view)  # type: ignore[attr-defined]
         self.place += got
         return got
+
+
+def slice_of(file: BinaryIO, begin: int, length: int) -> io.BufferedReader:
+    """`length` bytes of an open file from `begin` on, as a file."""
+    return io.BufferedReader(_Slice(file, begin, length))
 
 
 def overlap(

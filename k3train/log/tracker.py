@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ..config import Config
+from ..redaction import redact
 from . import events
 from .alerts import Alert, Alerts
 from .metrics import MetricsLog
@@ -178,5 +179,5 @@ def exporter_builders(config: Config, alerts: Alerts | None) -> dict[str, Callab
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's text without its line breaks, or its type when it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """An exception's text without its line breaks and secrets, or its type when it has none."""
+    return redact(" ".join(str(error).split())) or type(error).__name__

@@ -9,13 +9,14 @@ from typing import Any
 
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor, nn
 
 from offload.sites import named, region, site
 
+from ..ops.cross_entropy import token_losses
 from ..ops.linear import local_modules
 from ..ops.packing import Packing
 from .attn_res import AttentionResidual, ResidualState
@@ -79,7 +80,7 @@ class LanguageModelChunk(MegatronModule):
         assert model.vocab_size is not None, "the vocabulary has not been resolved"
         self.output_res = AttentionResidual(self.config)
         self.final_norm = RMSNorm(model.hidden_size, model.norm_eps, self.config.params_dtype)
-        # Vocabulary-parallel cross-entropy belongs to megatron-core's own linear.
+        # The loss reads the weight itself: a linear that holds it in the model's dtype, as it is.
         column_cls = local_modules().column_parallel_linear()
         self.head = column_linear(
             column_cls, self.config, model.hidden_size, model.vocab_size, pg_collection.tp
@@ -110,16 +111,18 @@ class LanguageModelChunk(MegatronModule):
         loss_mask: Tensor | None = None,
         valid: Tensor | None = None,
         image_positions: Tensor | None = None,
+        logits_at: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """Run the chunk on tokens [b, s].
 
         Args:
             image_positions: int64 [n], places in the flattened tokens that the images' features take.
+            logits_at: int64 [n], places in the flattened tokens; without labels, logits of these alone.
 
         Returns:
             the sources of the next chunk, bank rows and running sum [s, b, d] each, or from the last chunk:
-            logits [b, s, v] FP32 without labels; with labels [b, s], the loss of each token [b, s] FP32 and,
-            with MTP, its loss and mask [b, s].
+            logits [b, s, v] FP32 without labels, or [n, v] at `logits_at`; with labels [b, s], the loss of
+            each token [b, s] FP32 and, with MTP, its loss and mask [b, s].
         """
         state = self._input_state(tokens, image_positions)
         valid_rows = None if valid is None else valid.transpose(0, 1)
@@ -131,7 +134,7 @@ class LanguageModelChunk(MegatronModule):
             return state.sources
         mixed, normed = region("attn_res.mix", self._read_output, *state.sources)
         if labels is None:
-            return self._logits(normed)
+            return self._logits(normed, logits_at)
         losses = region("head", self._token_losses, normed, labels)
         if not self.config.k3.mtp_layers:
             return (losses,)
@@ -159,12 +162,24 @@ class LanguageModelChunk(MegatronModule):
         mixed = self.output_res(sources)
         return mixed, self.final_norm(mixed)
 
-    def _logits(self, hidden_states: Tensor) -> Tensor:
-        return project(self.head, hidden_states).transpose(0, 1).float()
+    def _logits(self, hidden_states: Tensor, places: Tensor | None) -> Tensor:
+        """Of hidden_states [s, b, d]: [b, s, v], or [n, v] at places [n] of the flattened tokens."""
+        rows = hidden_states.transpose(0, 1)
+        if places is not None:
+            rows = rows[places // rows.shape[1], places % rows.shape[1]]
+        return project(self.head, rows).float()
 
     def _token_losses(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of each token: hidden_states [s, b, d], labels [b, s] to [b, s] FP32."""
-        return vocab_parallel_cross_entropy(self._logits(hidden_states).contiguous(), labels)
+        backends = self.config.k3.backends
+        losses = token_losses(
+            hidden_states.flatten(0, 1),
+            self.head.get_parameter("weight"),
+            labels.transpose(0, 1).flatten(),
+            backend=backends.cross_entropy,
+            logits_mib=backends.logits_mib,
+        )
+        return losses.view(hidden_states.shape[:2]).transpose(0, 1).contiguous()
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

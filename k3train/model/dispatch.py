@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -29,6 +30,23 @@ from .memo import LayerMemo
 from .transformer_config import K3TransformerConfig
 
 
+class Sizes(NamedTuple):
+    """What the host knows of an exchange once it has waited for the device; names are megatron-core's."""
+
+    input_splits: Any
+    output_splits: Any
+    output_splits_tp: Any
+    num_global_tokens_per_local_expert: Any
+    tokens_per_expert: Tensor
+
+
+class Planned(NamedTuple):
+    """A choice [t, k] on its way to `LatentDispatcher.mix`."""
+
+    choice: Tensor
+    memo: LayerMemo | None
+
+
 class LatentDispatcher(MoEAlltoAllTokenDispatcher):
     """megatron-core's all-to-all, with the weights applied to expert outputs where the token lives.
 
@@ -38,9 +56,16 @@ class LatentDispatcher(MoEAlltoAllTokenDispatcher):
 
     tokens_per_expert: Tensor
     num_global_tokens_per_local_expert: Tensor
+    _known: Sizes | None = None
+    """Of an earlier pass over the tokens that are at hand."""
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         """Rows of each local expert; they and the splits are on the host when megatron-core has waited."""
+        if self._known is not None:
+            self.num_out_tokens = routing_map.shape[0] * self.config.moe_router_topk
+            for name, value in self._known._asdict().items():
+                setattr(self, name, value)
+            return self._known.tokens_per_expert
         rows: Tensor = super().preprocess(routing_map)
         if not rows.is_cuda:
             return rows
@@ -73,26 +98,30 @@ class LatentDispatcher(MoEAlltoAllTokenDispatcher):
         combined = region("moe.combine", weigh, rows, self.probs, keep_results=True)
         return combined.view(self.hidden_shape)
 
-    def plan(self, choice: Tensor, memo: LayerMemo | None, *, counted: bool = True) -> Tensor:
-        """Nothing to plan: the choice itself."""
-        return choice
+    def plan(self, choice: Tensor, memo: LayerMemo | None, *, counted: bool = True) -> Planned:
+        """Nothing to plan: the choice [t, k] itself; a filled `memo` has the sizes of its exchange."""
+        return Planned(choice, memo)
 
     def mix[T](
         self,
         latent: Tensor,
-        choice: Tensor,
+        planned: Planned,
         weights: Tensor,
         experts: nn.Module,
         meanwhile: Callable[[], T],
     ) -> tuple[Tensor, T]:
         """Send latent [s, b, l] to its experts and bring the weighted sums back.
 
+        Under recompute the second pass knows the sizes from the first one, and waits for nothing.
+
         Args:
-            choice: int64 [t, k].
+            planned: what `plan` gave for the choice, int64 [t, k].
             weights: FP32 [t, k].
             experts: of rows [n, l] sorted by expert, and of the rows of each expert.
             meanwhile: work that waits for none of this; its value is handed through.
         """
+        choice, memo = planned
+        self._known = memo.plan if memo is not None else None
         shape = choice.shape[0], self.config.num_moe_experts
         with site("moe.dispatch"):
             probs = weights.new_zeros(shape).scatter(-1, choice, weights)
@@ -100,9 +129,22 @@ class LatentDispatcher(MoEAlltoAllTokenDispatcher):
             rows, unused = self.dispatch_preprocess(latent, routing_map, probs)
             rows, unused = self.token_dispatch(rows, unused)
             rows, rows_per_expert, _ = self.dispatch_postprocess(rows, unused)
+        if memo is not None and memo.plan is None:
+            memo.plan = self._sizes(rows_per_expert)
         rows = self.combine_preprocess(experts(rows, rows_per_expert))
         returned = collective(self.token_combine(rows))
         return self.combine_postprocess(returned), meanwhile()
+
+    def _sizes(self, rows_per_expert: Tensor) -> Sizes:
+        """Of the exchange that the host has just waited for."""
+        splits = self.input_splits, self.output_splits, self.output_splits_tp
+        return Sizes(*splits, getattr(self, "num_global_tokens_per_local_expert", None), rows_per_expert)
+
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Any = None) -> Any:
+        """megatron-core's waiting, where there is something to wait for."""
+        if self._known is not None:
+            return tokens_per_expert
+        return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
 
 
 def _weighted_sums(

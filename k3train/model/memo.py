@@ -15,6 +15,6 @@ class LayerMemo:
     choice: Tensor | None = None
     """int64 [t, k], the experts that the router chose and has counted."""
     plan: Any = None
-    """Of `parallel.moonep`."""
+    """What the dispatcher knows of the exchange: MoonEP's plan, or the all-to-all's sizes."""
     has_logits: bool = False
     """The largest attention logits have been taken into account."""

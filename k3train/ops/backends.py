@@ -97,6 +97,12 @@ _BACKENDS = (
     Backend("mx_products", "te", ".quant.mx.te", "multiply", ("cuda",), (torch.bfloat16,),
             "transformer_engine.pytorch", ((10, 0), (12, 0)), "trial"),
     Backend("mx_products", "emulated", "grouped.products", "multiply"),
+    Backend("cross_entropy", "megatron", "cross_entropy.megatron", "token_losses"),
+    # Those behind it by name only: the two that walk in chunks have never run on a GPU.
+    Backend("cross_entropy", "chunked", "cross_entropy.chunked", "token_losses"),
+    Backend("cross_entropy", "reference", "cross_entropy.reference", "token_losses"),
+    Backend("cross_entropy", "triton", "cross_entropy.triton", "token_losses", ("cuda",), UP_TO_FP32,
+            "triton"),
     Backend("linear", "te", "linear", "transformer_engine_modules", ("cuda",), None,
             "transformer_engine.pytorch"),
     Backend("linear", "local", "linear", "local_modules"),

@@ -92,6 +92,14 @@ class Packing:
         return self.cu_seqlens.numel() == self.document_ids.shape[0] + 1
 
     @cached_property
+    def cu_seqlens_int64(self) -> Tensor:
+        """`cu_seqlens` as flash-linear-attention takes them: the same tensor every time.
+
+        It remembers what it makes of them by that, and waits for the device where it has to make it anew.
+        """
+        return self.cu_seqlens.long()
+
+    @cached_property
     def attention_mask(self) -> Tensor:
         """True where a query may see a key: same document, not later. [b, 1, s, s] bool."""
         same = self.document_ids[:, :, None] == self.document_ids[:, None, :]  # [b, s, s]

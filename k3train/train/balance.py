@@ -46,10 +46,13 @@ def balance_experts(
     local: Balance = {}
     if layers:
         _reduce_counts([layer.router for _, layer in layers], groups)
-        for name, layer in layers:
-            if update:
+        if update:
+            for _, layer in layers:
                 _learn(layer)
-            local[name] = _describe(layer, groups.ep.size())
+        # On a GPU the host waits here, once for all layers.
+        figures = torch.stack([_figures(layer, groups.ep.size()) for _, layer in layers]).tolist()
+        for (name, layer), each in zip(layers, figures, strict=True):
+            local[name] = _describe(layer, each)
             layer.router.reset_counts()
     return _gather(local, groups)
 
@@ -70,24 +73,25 @@ def _learn(layer: LatentMoE) -> None:
         layer.token_dispatcher.observe(layer.router.load[layer.logical])
 
 
-def _describe(layer: LatentMoE, expert_ranks: int) -> LayerBalance:
-    router, dispatcher = layer.router, layer.token_dispatcher
-    rows = _max_over_mean(router.load[layer.logical].view(expert_ranks, -1).sum(1))
+def _figures(layer: LatentMoE, expert_ranks: int) -> Tensor:
+    """FP64 [4]: loads of the experts, those without bias, rows of the ranks; the bias's range."""
+    router = layer.router
+    rows = router.load[layer.logical].view(expert_ranks, -1).sum(1)
+    loads = [_max_over_mean(load) for load in (router.load, router.unbiased_load, rows)]
+    return torch.stack([*loads, (router.expert_bias.max() - router.expert_bias.min()).double()])
+
+
+def _describe(layer: LatentMoE, figures: list[float]) -> LayerBalance:
+    load, unbiased, rows, bias_range = figures
     moved: dict[str, float] = {}
-    if isinstance(dispatcher, BalancedDispatcher):
-        moved = dispatcher.moonep.stats.read()
+    if isinstance(layer.token_dispatcher, BalancedDispatcher):
+        moved = layer.token_dispatcher.moonep.stats.read()
         rows = moved.get("max_over_mean_after", rows)
-    return LayerBalance(
-        _max_over_mean(router.load),
-        _max_over_mean(router.unbiased_load),
-        rows,
-        (router.expert_bias.max() - router.expert_bias.min()).item(),
-        moved,
-    )
+    return LayerBalance(load, unbiased, rows, bias_range, moved)
 
 
-def _max_over_mean(load: Tensor) -> float:
-    return (load.max() / load.double().mean().clamp(min=1e-9)).item()
+def _max_over_mean(load: Tensor) -> Tensor:
+    return load.max() / load.double().mean().clamp(min=1e-9)
 
 
 def _gather(local: Balance, groups: ProcessGroupCollection) -> Balance:

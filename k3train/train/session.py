@@ -78,26 +78,30 @@ class Session:
             check_writable(self.run_dir, _checkpoint_bytes(config))
             self.lock = lock_folder(self.run_dir)
         set_numerics(config)
-        facts = health.of_rank(self.run_dir, config.run.device) if config.fault.health else None
-        self.groups = initialize(
-            layout_of(config),
-            device=config.run.device,
-            timeout_minutes=config.parallel.timeout_minutes,
-            seed=config.run.seed,
-        )
-        if facts is not None:
-            health.meet(facts, self.groups.device, config.fault)
-        self.watch = Watchdog(config.fault, self.run_dir, self.groups)
+        self.watch = Watchdog(config.fault, self.run_dir)
         self.watch.start()
-        for stage in configs:
-            assert_same_everywhere("configuration", digest(stage))
         self.progress: Progress | None = None
         self.spikes = SpikeWatch(config.fault.spike)
         self.step = 0
         self.saved_step: int | None = None
         self.skipped = self.skipped_in_a_row = 0
         self.last: dict[str, Any] = {}
-        self._build(config)
+        with self.watch.until_failure():
+            self._meet(configs)
+            self._build(config)
+
+    def _meet(self, configs: Sequence[Config]) -> None:
+        """Look at this machine where that is asked for, and join the other ranks."""
+        config, minutes = configs[0], configs[0].parallel.timeout_minutes
+        with self.watch.phase("health", 0):
+            facts = health.of_rank(self.run_dir, config.run.device) if config.fault.health else None
+        layout, device = layout_of(config), config.run.device
+        self.groups = initialize(layout, device=device, timeout_minutes=minutes, seed=config.run.seed)
+        if facts is not None:
+            health.meet(facts, self.groups.device, config.fault)
+        for stage in configs:
+            assert_same_everywhere("configuration", digest(stage))
+        self.watch.enter("start")
 
     def _build(self, config: Config) -> None:
         """What a stage has of its own."""
@@ -126,6 +130,10 @@ class Session:
 
     def run(self) -> None:
         """Train to `run.steps`, or until a stop signal; either way the state is saved before it returns."""
+        with self.watch.until_failure():
+            self._run()
+
+    def _run(self) -> None:
         resumed = self._resume()
         if not resumed and self.config.init_from is not None:
             self._start_from(self.config.init_from)

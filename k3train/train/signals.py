@@ -1,11 +1,15 @@
-"""SIGTERM, SIGINT and SIGUSR1 as a request to save and stop at the end of the step."""
+"""SIGTERM, SIGINT, SIGUSR1 and SIGHUP as a request to save and stop at the end of the step."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+def stop_signals() -> list[signal.Signals]:
+    """Those that ask for a stop; without SIGHUP, the lost terminal, where `nohup` has it ignored."""
+    asked = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+    return asked if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [*asked, signal.SIGHUP]
 
 
 class StopRequest:
@@ -13,7 +17,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.received: str | None = None
-        self._previous = {number: signal.signal(number, self._remember) for number in STOP_SIGNALS}
+        self._previous = {number: signal.signal(number, self._remember) for number in stop_signals()}
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:

@@ -41,6 +41,8 @@ class Standing:
     """The collective or message that it waits in, and with which ranks."""
     limit: float = 0.0
     """Seconds without movement that are too long for what it does."""
+    start: str = ""
+    """Which start of the run it belongs to; as `start_name`."""
 
     @property
     def place(self) -> str:
@@ -49,17 +51,32 @@ class Standing:
         return ", ".join(filter(None, parts))
 
 
+def start_name() -> str:
+    """What the ranks of one start have in common, and those of another start have not.
+
+    Pods that meet at a fixed address have the same at each start: what an earlier one left looks silent.
+    """
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    met = [os.environ.get(name, "") for name in names]
+    return " ".join(met) if any(met) else str(os.getpid())
+
+
 class Board:
     """The files of one run; every method may raise OSError."""
 
-    def __init__(self, run_dir: Path, rank: int, ranks: int) -> None:
-        self.folder, self.rank, self.ranks = run_dir / FOLDER, rank, ranks
+    def __init__(self, run_dir: Path, rank: int, ranks: int, start: str = "") -> None:
+        self.folder, self.rank, self.ranks, self.start = run_dir / FOLDER, rank, ranks, start
         self._file: int | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank has its file."""
+        return self._file is not None
 
     def open(self) -> None:
         """Make this rank's file; what an earlier start found is forgotten."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.rank == 0:
+        if self.rank == 0 or self._verdict().get("start") != self.start:
             (self.folder / VERDICT).unlink(missing_ok=True)
         self.stacks().unlink(missing_ok=True)
         self._file = os.open(self._path(self.rank), os.O_CREAT | os.O_WRONLY, 0o644)
@@ -72,12 +89,15 @@ class Board:
         os.ftruncate(self._file, len(line))
 
     def read(self) -> dict[int, Standing]:
-        """The entries of all ranks; one that is missing or half written is left out."""
-        found = {}
-        for rank in range(self.ranks):
-            with suppress(OSError, ValueError, TypeError):
-                found[rank] = Standing(**json.loads(self._path(rank).read_bytes()))
-        return found
+        """The entries of all ranks; one that is missing, half written or of another start is left out."""
+        entries = {rank: self.entry(rank) for rank in range(self.ranks)}
+        return {rank: found for rank, found in entries.items() if found and found.start == self.start}
+
+    def entry(self, rank: int) -> Standing | None:
+        """What a rank said last, of any start; None where it is missing or half written."""
+        with suppress(OSError, ValueError, TypeError):
+            return Standing(**json.loads(self._path(rank).read_bytes()))
+        return None
 
     def condemn(self, text: str) -> bool:
         """Tell every rank that the run hangs; False when another rank has told so before."""
@@ -85,13 +105,19 @@ class Board:
             file = os.open(self.folder / VERDICT, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             return False
-        os.write(file, json.dumps({"rank": self.rank, "text": text}).encode())
+        os.write(file, json.dumps({"rank": self.rank, "text": text, "start": self.start}).encode())
         os.close(file)
         return True
 
     def condemned(self) -> bool:
         """Whether some rank has told that the run hangs."""
         return (self.folder / VERDICT).exists()
+
+    def _verdict(self) -> dict[str, Any]:
+        """What is told; nothing, where nobody has, or not to the end."""
+        with suppress(OSError, ValueError):
+            return dict(json.loads((self.folder / VERDICT).read_bytes()))
+        return {}
 
     def stacks(self) -> Path:
         """Where this rank's stacks go."""
@@ -108,7 +134,7 @@ class Board:
 
 
 def suspects(standings: Mapping[int, Standing], silent: Sequence[int]) -> list[int]:
-    """The ranks that the others most likely wait for.
+    """The ranks with an entry that the others most likely wait for.
 
     Those whose watchdog is silent; else those that wait for nobody; else those that are furthest behind.
     """
@@ -124,10 +150,10 @@ def suspects(standings: Mapping[int, Standing], silent: Sequence[int]) -> list[i
 def describe(standings: Mapping[int, Standing], silent: Sequence[int], seconds: float, ranks: int) -> str:
     """The board in one line, beginning with whom the others wait for; ranks at one place stand together.
 
-    A rank without an entry has not reached its first operation, or its file cannot be read.
+    A rank without an entry has not begun to watch itself: it hangs in its imports, or has not been started.
     """
     missing = [rank for rank in range(ranks) if rank not in standings]
-    blamed = suspects(standings, silent) or missing
+    blamed = sorted([*silent, *missing]) or suspects(standings, silent)
     groups: dict[str, list[int]] = {}
     for rank, standing in standings.items():
         state = "silent since " if rank in silent else ""
@@ -136,7 +162,8 @@ def describe(standings: Mapping[int, Standing], silent: Sequence[int], seconds: 
     places = [f"{named(found)}{_host(standings, found)}: {place}" for place, found in order]
     if missing:
         places.append(f"{named(missing)}: no entry")
-    return f"hang: no rank has moved for {seconds:.0f} s; {named(blamed)} looks stuck. {'; '.join(places)}"
+    look = "looks" if len(blamed) == 1 else "look"
+    return f"hang: no rank has moved for {seconds:.0f} s; {named(blamed)} {look} stuck. {'; '.join(places)}"
 
 
 def _host(standings: Mapping[int, Standing], ranks: Sequence[int]) -> str:
@@ -166,7 +193,8 @@ def waiting_in(frame: FrameType | None) -> str:
         frame = frame.f_back
     if found is None:
         return ""
-    return f"in {found.f_code.co_name} of {named(_members(found.f_locals))}"
+    members = _members(found.f_locals)
+    return f"in {found.f_code.co_name}" + (f" of {named(members)}" if members else "")
 
 
 def _members(arguments: Mapping[str, Any]) -> list[int]:

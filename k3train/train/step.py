@@ -219,15 +219,19 @@ def _forward_step(
 def _answer_step(iterator: Iterator[Batch], model: DistributedDataParallel) -> tuple[Any, Any]:
     """megatron-core's forward_step_func for `caption_accuracy`."""
     batch = next(iterator)
-    output = model(batch["tokens"], batch["packing"], image_positions=batch.get("feature_positions"))
+    output = model(
+        batch["tokens"],
+        batch["packing"],
+        image_positions=batch.get("feature_positions"),
+        logits_at=batch["answer_positions"],
+    )
     return output, partial(_count_answers, batch=batch)
 
 
 def _count_answers(logits: Tensor, *, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """The last stage's report [right, asked], in the form of `_loss`; logits [b, s, v]."""
+    """The last stage's report [right, asked], in the form of `_loss`; logits [n, v] at `answer_positions`."""
     places = batch["answer_positions"]
-    likeliest = logits.flatten(0, 1)[places].argmax(-1)
-    right = (likeliest == batch["labels"].flatten()[places]).sum()
+    right = (logits.argmax(-1) == batch["labels"].flatten()[places]).sum()
     asked = torch.tensor(len(places), dtype=torch.int, device=logits.device)
     return logits.sum(), asked, torch.stack([right.double(), asked.double()])
 

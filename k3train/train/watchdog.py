@@ -29,10 +29,12 @@ from parallel.pipeline.table import Op
 from ..exit_status import HUNG
 from ..fault_config import FaultConfig
 from ..log import events
-from .standing import Board, Standing, describe, innermost, stack_of, waiting_in
+from .standing import Board, Standing, describe, innermost, stack_of, start_name, waiting_in
 
-SLOW_PHASES = ("start", "data", "eval", "checkpoint", "finish")
+SLOW_PHASES = ("health", "meet", "start", "data", "eval", "checkpoint", "finish")
 """Long stretches without an operation: what threads read and write counts as movement there."""
+FIRST_PHASES = ("health", "meet")
+"""Before all ranks have met: `fault.meet_seconds` counts."""
 LONG_PHASES = ("start", "finish")
 JUDGES = 8
 """Ranks that read the whole board when they are due; the others wait half as long again."""
@@ -44,14 +46,16 @@ OWN = ("k3train", "parallel", "offload")
 class Watchdog:
     """Watches one rank. `phase`, `took` and `place` are for the training thread, the rest for its own."""
 
-    def __init__(self, config: FaultConfig, run_dir: Path, groups: Groups) -> None:
-        self.config, self.run_dir, self.groups = config, run_dir, groups
+    def __init__(self, config: FaultConfig, run_dir: Path) -> None:
+        """For this process, as torchrun's environment variables name it; it need not have met the others."""
+        self.config, self.run_dir = config, run_dir
+        self.rank = int(os.environ.get("RANK", 0))
         self.place = Place()
-        """The executor's; of another stage, another one."""
-        self._phase, self._step, self._marks = "start", 0, 0
+        self.groups: Groups | None = None
+        self._phase, self._step, self._marks = "meet", 0, 0
         self._warm = False
         self._times: deque[float] = deque(maxlen=32)
-        self._board = Board(run_dir, groups.rank, groups.topology.world_size)
+        self._board = Board(run_dir, self.rank, int(os.environ.get("WORLD_SIZE", 1)), start_name())
         self._watched = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._end = threading.Event()
@@ -59,6 +63,7 @@ class Watchdog:
         self._seen: tuple[int, int] = (-1, -1)
         self._moved = self._looked = self._world_moved = time.monotonic()
         self._world: dict[int, tuple[int, int, float]] = {}
+        self._known: dict[int, Standing] = {}
         self._host = socket.gethostname()
 
     @property
@@ -67,11 +72,11 @@ class Watchdog:
         return self.config.hang_seconds > 0
 
     def start(self) -> None:
-        """Begin to watch; before a collective, so that no rank reads what an earlier start wrote."""
+        """Begin to watch, in the phase `meet`; before anything that may wait for another rank."""
         if not self.active:
             return
-        self._board.open()
-        self._post(0.0)
+        with suppress(OSError):
+            self._post(0.0)
         self._thread.start()
 
     def stop(self) -> None:
@@ -80,6 +85,15 @@ class Watchdog:
         if self._thread.is_alive():
             self._thread.join()
         self._board.close()
+
+    @contextmanager
+    def until_failure(self) -> Iterator[None]:
+        """What fails in the block ends the watch: behind it the process stands still, and is right to."""
+        try:
+            yield
+        except BaseException:
+            self.stop()
+            raise
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
@@ -106,7 +120,7 @@ class Watchdog:
         self._marks += 1
 
     def follow(self, place: Place, groups: Groups) -> None:
-        """Watch another stage's executor."""
+        """Watch a stage's executor."""
         self.place, self.groups = place, groups
 
     def host_of(self, rank: int) -> str:
@@ -120,11 +134,14 @@ class Watchdog:
         config = self.config
         typical = statistics.median(self._times.copy()) if self._times else 0.0
         limit = max(config.hang_seconds, config.hang_steps * typical)
+        if self._phase in FIRST_PHASES:
+            return config.meet_seconds
         return limit if self._warm else max(limit, config.start_seconds)
 
     @property
     def _interval(self) -> float:
-        return min(max(self.config.hang_seconds / LOOKS, SHORTEST), LONGEST)
+        shortest = min(self.config.hang_seconds, self.config.meet_seconds)
+        return min(max(shortest / LOOKS, SHORTEST), LONGEST)
 
     def _run(self) -> None:
         stalled, self._looked = 0.0, time.monotonic()
@@ -147,14 +164,17 @@ class Watchdog:
         self._post(stalled)
         if 2 * stalled < self.limit:
             self._world.clear()
+            self._known.clear()
             return stalled
         if self._board.condemned():
             self._leave()
-        if self.groups.rank < JUDGES or stalled > 1.5 * self.limit:
+        if self.rank < JUDGES or stalled > 1.5 * self.limit:
             self._judge(now)
         return stalled
 
     def _post(self, stalled: float) -> None:
+        if not self._board.is_open:
+            self._board.open()
         self._board.post(self._standing(detail=2 * stalled >= self.limit))
 
     def _standing(self, *, detail: bool) -> Standing:
@@ -168,7 +188,7 @@ class Watchdog:
             waiting = waiting_in(frame) or self._message(action, item)
             operation = ", ".join(filter(None, (operation, innermost(frame, OWN))))
         return Standing(
-            rank=self.groups.rank,
+            rank=self.rank,
             host=self._host,
             pid=os.getpid(),
             beats=sum(self._seen),
@@ -178,23 +198,28 @@ class Watchdog:
             operation=operation,
             waiting=waiting,
             limit=self.limit,
+            start=self._board.start,
         )
 
     def _message(self, action: str, item: object) -> str:
         """Whom the pipeline's messages come from or go to, as global ranks."""
         if action == "finish":
             return "sends that nobody has taken yet"
-        if action != "wait":
+        if action != "wait" or self.groups is None:
             return ""
         ranks = dist.get_process_group_ranks(self.groups.pg_collection.pp)
         return f"waits for rank {ranks[item.source]} of its pipeline {ranks}"  # type: ignore[attr-defined]
 
     def _judge(self, now: float) -> None:
         """Look at all ranks; where none has moved within the longest limit, end the run."""
-        standings = self._board.read()
+        standings = self._known
+        first = not standings
+        standings |= self._board.read()
         silent = []
         for rank, standing in standings.items():
-            beats, looks, since = self._world.get(rank, (standing.beats, -1, now))
+            # A rank that was not there at the first look has come meanwhile.
+            unknown = (standing.beats if first else -1, -1, now)
+            beats, looks, since = self._world.get(rank, unknown)
             if beats != standing.beats:
                 self._world_moved = now
             if looks != standing.looks:

@@ -157,8 +157,11 @@ def walk(table: Table) -> Iterator[tuple[int, int, tuple[tuple[int, Op], ...]]]:
     while ready:
         rank = ready.pop()
         for op in table.ranks[rank][position[rank] :]:
-            needed = depends(table, rank, op)
-            missing = next((before for before in needed if before not in ended), None)
+            needed, missing = depends(table, rank, op), None
+            for before in needed:
+                if before not in ended:
+                    missing = before
+                    break
             if missing:
                 waiting.setdefault(missing, []).append(rank)
                 break

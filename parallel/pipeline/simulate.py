@@ -24,7 +24,10 @@ from .table import (
     Table,
 )
 
-__all__ = ["Costs", "DeadlockError", "Timeline", "durations", "peak_held", "simulate", "uniform"]
+__all__ = ["Costs", "DeadlockError", "Timeline", "durations", "peak_held", "recalled", "simulate", "uniform"]
+
+RECALLED = 2
+"""Timelines that are kept: without the tower and with it."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,22 @@ def simulate(table: Table, costs: Costs) -> Timeline:
         ends[rank].append(end)
         ended[rank, table.ranks[rank][index]] = end
     return Timeline(table, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
+
+
+class _Recent:
+    """The last timelines that were asked for."""
+
+    timelines: tuple[tuple[Table, Costs, Timeline], ...] = ()
+
+
+def recalled(table: Table, costs: Costs) -> Timeline:
+    """`simulate`, once where the same is asked for again soon, as in the parts of one plan."""
+    for known, spent, timeline in _Recent.timelines:
+        if known == table and spent == costs:
+            return timeline
+    timeline = simulate(table, costs)
+    _Recent.timelines = ((table, costs, timeline), *_Recent.timelines[: RECALLED - 1])
+    return timeline
 
 
 def peak_held(table: Table, rank: int, sizes: Sequence[Sequence[float]]) -> list[float]:

@@ -13,8 +13,9 @@ from heapq import heapify, heapreplace
 from itertools import accumulate
 
 from .insertion import SLACK, Network, Part, Rule, Ticks
-from .simulate import Costs, simulate
+from .simulate import Costs, Timeline, recalled, simulate
 from .table import BACKWARD, FORWARD, VISION_BACKWARD, VISION_FORWARD, Op, Table
+from .vision_dispatch import dispatch
 
 EFFORT = 10_000_000
 """Operations times parts times variants that one fill may touch; bounds its time to a few seconds."""
@@ -24,6 +25,10 @@ PLAIN = 8
 
 POLISHED, PASSES = 4, 2
 """Of the best variants this many are gone over again, so often. A pass costs about twice a variant."""
+
+NEGLIGIBLE = 1e-3
+"""A simple fill of a large table is taken where no other could make the step shorter by more than this share:
+none makes it shorter than the language model's alone."""
 
 INNER_PARTS = 4
 """Most parts of a micro-batch whose tower work can hide: neither among the first p nor among the last p."""
@@ -61,9 +66,11 @@ def fill(
     two rules for ties), the best four of them polished (each part taken out and placed again), gaps of the
     unchanged timeline filled earliest deadline first, and the separate `phase`. Large tables get fewer
     variants and no polish (`EFFORT`), the largest one variant, and that only until the bubbles are full
-    (`WINDOW`). A cap adds up to six variants, four that hold activations for as short a time as they can; on
-    large tables it adds one, and where it fails a variant the next one is tried. Of equal lengths the one
-    that holds fewer vision activations wins. Deterministic.
+    (`WINDOW`). Before all that, large tables are filled in one pass (`vision_dispatch`), which is taken if no
+    fill could be noticeably shorter (`NEGLIGIBLE`), else it is one of the portfolio. A cap adds up to six
+    variants, four that hold activations for as short a time as they can; on large tables it adds one, and
+    where it fails a variant the next one is tried. Of equal lengths the one that holds fewer vision
+    activations wins. Deterministic.
 
     Args:
         table: of the language model alone, before `with_reductions` and `with_activation_moves`.
@@ -74,14 +81,23 @@ def fill(
         progress: called with (parts placed, parts to place) over all variants.
 
     Raises:
-        CapError: no variant keeps the cap; its message names one that can be kept.
+        CapError: no variant keeps the cap; its message names one that can be kept, or of large tables what
+            any needs.
     """
     counts = _counts(table, costs)
     if not sum(counts):
         return replace(table, parts=counts)
     sizes = default_sizes(costs) if sizes is None else sizes
+    candidates = []
+    if _is_large(sum(map(len, table.ranks)) * sum(counts)):
+        least = _least_peak(table, sizes)
+        if cap is not None and least > cap * (1 + SLACK):
+            raise CapError(f"cap={cap:g}: some rank has to hold {least:g}; allow more than that")
+        candidates = _dispatched(table, costs, cap, sizes)
+        if candidates and _is_enough(candidates[0], table, costs):
+            return candidates[0]
     network = Network(table, ticks := Ticks.of(table, costs, sizes))
-    candidates = [
+    candidates += [
         replace(table, ranks=ranks, parts=counts, name=f"{table.name} + vision in bubbles")
         for ranks in _portfolio(network, ticks.parts, cap, progress)
     ]
@@ -96,6 +112,35 @@ def fill(
         least = min(peaks)
         raise CapError(f"cap={cap:g}: a rank would hold {least:g}; allow that, or cut images into more parts")
     return min(allowed, key=lambda pair: (_rounded(simulate(pair[0], costs).makespan), pair[1]))[0]
+
+
+def _is_large(effort: int) -> bool:
+    """Whether not all variants can be gone over again; `effort` is operations times parts."""
+    return effort * (PLAIN + 2 * POLISHED * PASSES) > EFFORT
+
+
+def _dispatched(table: Table, costs: Costs, cap: float | None, sizes: Sizes) -> list[Table]:
+    """A fill in one pass, if the cap leaves one."""
+    ranks = dispatch(table, costs, float("inf") if cap is None else cap * (1 + SLACK), sizes)
+    name, parts = f"{table.name} + vision in bubbles", _counts(table, costs)
+    return [] if ranks is None else [replace(table, ranks=ranks, parts=parts, name=name)]
+
+
+def _least_peak(table: Table, sizes: Sizes) -> float:
+    """What the rank that holds most has to hold: an even share of the images of all micro-batches that the
+    first stage has run forward and not yet backward."""
+    first, held, most = table.layout.home(0)[0], 0.0, 0.0
+    for op in table.ranks[first]:
+        if op.chunk == 0 and op.kind in (FORWARD, BACKWARD):
+            held += sum(sizes[op.microbatch]) * (1 if op.kind == FORWARD else -1)
+            most = max(most, held)
+    return most / table.layout.pipeline
+
+
+def _is_enough(filled: Table, table: Table, costs: Costs) -> bool:
+    """Whether next to nothing can be better."""
+    alone = recalled(table, replace(costs, vision_forward=(), vision_backward=())).makespan
+    return bool(recalled(filled, costs).makespan <= alone * (1 + NEGLIGIBLE))
 
 
 def inline(table: Table, parts: Sequence[int]) -> Table:
@@ -142,10 +187,15 @@ def hidden_fraction(table: Table, costs: Costs) -> float:
     than that; 1: for nothing, and where there is no such work.
     """
     work = sum(map(sum, costs.vision_forward)) + sum(map(sum, costs.vision_backward))
+    return hidden_share(simulate(table, costs), simulate(without_vision(table), costs), work)
+
+
+def hidden_share(filled: Timeline, alone: Timeline, work: float) -> float:
+    """`hidden_fraction` of timelines with and without the tower, whose operations take `work` in all."""
     if not work:
         return 1.0
-    added = simulate(table, costs).makespan - simulate(without_vision(table), costs).makespan
-    return float(1 - added * table.layout.pipeline / work)
+    added = filled.makespan - alone.makespan
+    return float(1 - added * filled.table.layout.pipeline / work)
 
 
 def vision_peaks(table: Table, sizes: Sizes) -> list[float]:
@@ -273,7 +323,7 @@ def _portfolio(
     """Filled ranks of all variants but the separate phase."""
     effort = len(network.ops) * len(parts)
     variants, wanted = _variants(parts, effort, cap)
-    polished = POLISHED if effort * (PLAIN + 2 * POLISHED * PASSES) <= EFFORT else 0
+    polished = 0 if _is_large(effort) else POLISHED
     if wanted == 1:
         count = _Count(len(parts), progress)
         yield _until_full(network, *variants[0], count)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from k3train.log.panels import PANELS
+from k3train.log.wandb_workspace import workspace
 from tests.dist import runs
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "tiny_losses.json"
@@ -58,6 +61,31 @@ def test_a_run_leaves_what_it_promises(straight: Path) -> None:
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
     trace = json.loads((straight / "trace.json").read_text())
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
+
+
+ELSEWHERE = {
+    "Held-out captions", "Codes found in the window", "Window of the stage", "Rows of a rank",
+    "Model compute of a rank", "Model FLOP utilisation", "Skipped steps",
+}  # fmt: skip
+"""Panels of captions, needles, stages, expert groups and GPUs, which such a run has none of."""
+
+
+def test_panels_show_what_a_run_writes(straight: Path) -> None:
+    """Every number has its panel, and every panel a number, in wandb's names too."""
+    lines = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    written = {name for line in lines for name, value in line.items() if isinstance(value, int | float)}
+    written -= {"step", "stage_number"}
+    assert [name for name in written if not any(panel.select([name]) for panel in PANELS)] == []
+    empty = {panel.title for panel in PANELS if panel.section != "MoonEP" and not panel.select(written)}
+    assert empty <= ELSEWHERE
+    plots = [plot for section in workspace() for plot in section["panels"]]
+    drawn = {
+        name
+        for plot in plots
+        for name in written
+        if name in plot.get("y", ()) or re.search(plot.get("metric_regex", "^$"), name)
+    }
+    assert drawn == written
 
 
 def test_a_second_start_of_a_complete_run_changes_nothing(straight: Path, data: list[str]) -> None:

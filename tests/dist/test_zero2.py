@@ -207,6 +207,23 @@ def test_resume_is_bitwise_and_crosses_tiers(tmp_path: Path) -> None:
             assert answer["rest"] == answer["whole"]
 
 
+def test_the_plan_counts_what_a_store_below_the_device_moves() -> None:
+    """Bytes of the stores of two ranks; all but the padding of buffers is in the plan."""
+    host = "offload.gradients=host"
+    cases = [
+        zero2(VPP3, host, "optim=adamw"),
+        zero2(VPP3, host, "optim=muon_per_head"),
+        zero2(DP2, host, "optim=adamw"),
+    ]
+    for said in run_workers("tests.dist.zero2_worker:moved", 2, {"cases": cases}, timeout=200):
+        for answer, sums in zip(said, (2, 2, 1), strict=True):
+            planned = answer["planned"]
+            assert planned["out"] == sums * planned["back"] and not planned["read"]
+            for out, back in answer["steps"]:
+                assert out == pytest.approx(planned["out"], rel=0.01)
+                assert back == pytest.approx(planned["back"], rel=0.01)
+
+
 def test_slots_rotate_and_what_must_hold_meanwhile() -> None:
     """Order of slots, parked views, handles, flags, refusals; and a stale view, which no value shows."""
     case = zero2([*VPP3, "parallel.expert.size=2"], stale=True)

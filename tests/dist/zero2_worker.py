@@ -18,13 +18,16 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from k3train import gradient_moves
 from k3train.checkpoint.manager import CheckpointManager
 from k3train.config import Config
 from k3train.layout import layout_of
 from k3train.model.naming import named_parameters
+from k3train.schedule import layer_cuts
 from k3train.train.assemble import build_trainer
 from k3train.train.diagnose import _bad_gradients, explain_nonfinite
 from k3train.train.step import Batch, Trainer, train_step
+from k3train.weight_sums import rank_sums
 from launch.compose import compose, resolve_layout
 from parallel.groups import Groups, initialize
 from parallel.pipeline.build import with_reductions
@@ -257,6 +260,25 @@ def _states(trainer: Trainer) -> list[str]:
             for main in part.get_parameters()
             for value in (main.detach(), *part.optimizer.state[main].values())
         )
+
+
+def moved(cases: list[Case]) -> list[dict[str, Any]]:
+    """Bytes that a store below the device moves in a step, and what the plan says of them."""
+    answers = []
+    for case in cases:
+        trainer = build(case)
+        config, rotator = trainer.config, trainer.pipeline.rotator
+        topology = layout_of(config)
+        assert rotator is not None
+        seen = []
+        for step in (1, 2):
+            before = dict(rotator.store.moved)  # type: ignore[attr-defined]
+            train(trainer, range(step, step + 1))
+            now = rotator.store.moved  # type: ignore[attr-defined]
+            seen.append([now[name] - before[name] for name in ("in", "out")])
+        ranks = rank_sums(config, topology, layer_cuts(config, topology))
+        answers.append({"steps": seen, "planned": gradient_moves.of_step(config, topology, ranks)._asdict()})
+    return answers
 
 
 def watched(case: Case) -> dict[str, Any]:

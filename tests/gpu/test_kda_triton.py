@@ -41,16 +41,18 @@ def packing(b: int, s: int, ends: Sequence[int]) -> Packing:
     return Packing.from_tokens(tokens.cuda(), EOD)
 
 
-def drawn(b: int, s: int, *, shift: float = -2.0, size: float = 1.0, seed: int = 0) -> list[Tensor]:
+def drawn(
+    b: int, s: int, *, shift: float = -2.0, size: float = 1.0, seed: int = 0, width: int = D
+) -> list[Tensor]:
     """q, k, v, z, beta, A_log, dt_bias; `size` is the standard deviation of q, k and v."""
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device="cuda", generator=generator)
 
-    vectors = [(size * normal(b, s, H, D)).bfloat16() for _ in range(3)]
-    constants = [torch.sigmoid(normal(b, s, H)), 0.3 * normal(H), normal(H * D) + shift]
-    return [*vectors, normal(b, s, H, D).bfloat16(), *constants]
+    vectors = [(size * normal(b, s, H, width)).bfloat16() for _ in range(3)]
+    constants = [torch.sigmoid(normal(b, s, H)), 0.3 * normal(H), normal(H * width) + shift]
+    return [*vectors, normal(b, s, H, width).bfloat16(), *constants]
 
 
 def results(inputs: Sequence[Tensor], where: Packing, backend: str) -> list[Tensor]:
@@ -81,6 +83,10 @@ def check(found: dict[str, float]) -> None:
 @pytest.mark.parametrize(("b", "s"), [(1, 64), (2, 300), (1, 1025)])
 def test_against_fp64(b: int, s: int, ends: tuple[int, ...]) -> None:
     check(errors(drawn(b, s), packing(b, s, [e for e in ends if e < s - 1]), "triton"))
+
+
+def test_heads_64_wide() -> None:
+    check(errors(drawn(1, 300, width=64), packing(1, 300, (5, 63, 64, 200)), "triton"))
 
 
 @pytest.mark.parametrize("shift", [12.0, -30.0], ids=["decay -5 everywhere", "decay 0 everywhere"])

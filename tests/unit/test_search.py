@@ -23,6 +23,9 @@ FEW = ("parallel.pipeline=2", "parallel.context=1", "parallel.zero=1", "offload.
 SMALL = (*TINY, "model.num_layers=4", "batch", "data.sequence_length=128")
 
 
+IMAGES = ("vision=tiny", "data.images=[photos]")
+
+
 def small(*overrides: str, batch: str = "4096", fixed_memory: float | None = None) -> Space:
     chosen = [each for each in (*SMALL, *overrides) if each != "batch"]
     if fixed_memory is not None:
@@ -51,8 +54,20 @@ def test_pruning_loses_nothing(overrides: tuple[str, ...], memory: float) -> Non
     assert found.planned <= every.planned
 
 
-def test_no_layout_holds_or_takes_less_than_its_bounds() -> None:
-    space = small("parallel.expert.size=2", "parallel.zero=2", "offload.gradients=host")
+@pytest.mark.parametrize("memory", [3.0, 0.1, 0.07])
+@pytest.mark.parametrize("mode", ["bubbles", "inline"])
+def test_pruning_loses_nothing_with_a_tower(mode: str, memory: float) -> None:
+    chosen = ("parallel.expert.size=2", "parallel.context=1", "offload.policy=recompute", "parallel.zero=1")
+    space = small(*IMAGES, f"vision.mode={mode}", *chosen, fixed_memory=memory, batch="2048")
+    every, found = search_all(space), search(space)
+    assert every.best and names(found) == names(every)
+    assert found.planned <= every.planned
+    assert all(sum("vision" in kind for kind in each.ranks[0]) == 3 for each in found.best)
+
+
+@pytest.mark.parametrize("images", [(), IMAGES])
+def test_no_layout_holds_or_takes_less_than_its_bounds(images: tuple[str, ...]) -> None:
+    space = small("parallel.expert.size=2", "parallel.zero=2", "offload.gradients=host", *images)
     bounds, planner = Bounds(space), Planner(space)
     checked = 0
     for layout in list(space.layouts())[::23]:
@@ -60,10 +75,8 @@ def test_no_layout_holds_or_takes_less_than_its_bounds() -> None:
         if planned is None or planned.step is None:
             continue
         cut, shape = Cut(layout.pipeline, layout.virtual, layout.cut), Shape(*_shape(layout))
-        states = bounds.states(cut)[
-            space.experts(layout.pipeline).index(layout.expert), space.states.index(layout.states)
-        ]
-        held = (states + bounds.activations(cut, shape, layout.microbatches)).max()
+        place = space.experts(layout.pipeline).index(layout.expert), space.states.index(layout.states)
+        held = bounds.held(cut, shape, layout.microbatches)[place]
         assert held <= planned.bytes * (1 + 1e-9), layout
         seconds = bounds.seconds(cut, shape, layout.expert, layout.microbatches)
         assert seconds <= planned.step.seconds * (1 + 1e-9), layout
@@ -75,8 +88,10 @@ def _shape(layout) -> tuple[int, int, str]:
     return layout.context, layout.size, layout.policy
 
 
-def test_what_it_prints_is_what_plan_prints(capsys) -> None:
-    assert cli.main(["plan", "search", *TINY, "parallel.context=1", "--json", "--top", "3"]) == 0
+@pytest.mark.parametrize("images", [(), IMAGES])
+def test_what_it_prints_is_what_plan_prints(images: tuple[str, ...], capsys) -> None:
+    given = [*TINY, *images, "parallel.context=1"]
+    assert cli.main(["plan", "search", *given, "--json", "--top", "3"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert len(rows) == 3
     assert [row["step_seconds"] for row in rows] == sorted(row["step_seconds"] for row in rows)
@@ -151,7 +166,7 @@ def test_states_leave_for_the_host_only_as_far_as_it_has_room() -> None:
 
 
 def test_too_little_host_memory_is_said(capsys) -> None:
-    arguments = ["plan", "search", *TINY, "parallel.context=1", "offload.optimizer=host"]
+    arguments = ["plan", "search", *TINY, *FEW, "offload.optimizer=host"]
     assert cli.main([*arguments, "cluster.host_gib=0.0001"]) == 2
     error = capsys.readouterr().err
     assert "in host memory" in error and "cluster.host_gib" in error and error.count("\n") == 1
@@ -164,8 +179,9 @@ def test_chunks_are_balanced_by_weight() -> None:
 
 
 @pytest.mark.slow
-def test_k3_on_a_thousand_gpus() -> None:
-    space = space_of(["recipe=k3_pretrain", "cluster=h200", "cluster.gpus=1024"])
+@pytest.mark.parametrize("images", [[], ["vision=moonvit_v2", "data.images=[photos]"]])
+def test_k3_on_a_thousand_gpus(images: list[str]) -> None:
+    space = space_of(["recipe=k3_pretrain", "cluster=h200", "cluster.gpus=1024", *images])
     assert space.tokens == 128 * 4096 * 128
     found = search(space)
     assert len({each.layout.name for each in found.best}) == 10

@@ -13,7 +13,7 @@ import os
 import struct
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
@@ -195,6 +195,10 @@ def _files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UserError(f"{index}: has no weight_map of keys to file names")
     for key, name in weight_map.items():
+        if PurePosixPath(name).name != name:
+            raise UserError(
+                f"{index}: {name!r} leads out of the folder; a file of weights lies beside the index"
+            )
         if not (folder / name).is_file():
             count = sum(other == name for other in weight_map.values())
             raise UserError(f"{folder / name}: is missing; {INDEX} has {count} tensors in it, one is {key}")

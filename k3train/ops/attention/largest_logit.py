@@ -32,9 +32,9 @@ def largest_logits(
     not computed. Reads the device once, for the heads that may.
     """
     longest = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax((0, 1)) for x in (q, k)]  # [H]
-    suspects = (scale * longest[0] * longest[1] > above).nonzero().flatten().tolist()
+    suspected = (scale * longest[0] * longest[1] > above).tolist()
     largest = torch.zeros_like(longest[0])
-    for head in suspects:
+    for head in [head for head, is_long in enumerate(suspected) if is_long]:
         q_head, k_head = q[:, :, head], k[:, :, head]
         if isinstance(packing, Fragments):
             found = _largest_in_fragments(q_head[0], k_head[0], packing)

@@ -41,7 +41,7 @@ def delta_attention(
     cu_seqlens = None
     arguments = [q, k, v, z, beta]
     if not packing.whole_rows:
-        cu_seqlens = packing.cu_seqlens.long()
+        cu_seqlens = packing.cu_seqlens_int64
         arguments = [x.flatten(0, 1)[None] for x in arguments]  # [1, b*s, H, ...]
     output, _ = chunk_kda(
         *arguments,

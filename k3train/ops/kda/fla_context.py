@@ -82,7 +82,7 @@ def _layout(packing: Packing) -> Layout:
     span, handover = packing.span, Handover.of(packing)
     assert span is not None and handover is not None
     rows, length = packing.document_ids.shape
-    borders, cu_seqlens = packing.cu_seqlens.tolist(), packing.cu_seqlens.long()
+    borders, cu_seqlens = packing.cu_seqlens.tolist(), packing.cu_seqlens_int64
     edges = [borders.index(row * length) for row in range(rows + 1)]
     first, last = edges[:-1], [edge - 1 for edge in edges[1:]]
     reached = reach(span.whole.document_ids, span.starts, span.rank)

@@ -20,8 +20,9 @@ def short_conv(x: Tensor, weight: Tensor, packing: Packing, halo: Tensor | None 
         output, _ = causal_conv1d(x, taps, initial_state=history, activation="silu")
     else:
         flat = x.flatten(0, 1)[None]  # [1, b*s, C]
-        cu_seqlens = packing.cu_seqlens.long()
-        output, _ = causal_conv1d(flat, taps, initial_state=history, activation="silu", cu_seqlens=cu_seqlens)
+        output, _ = causal_conv1d(
+            flat, taps, initial_state=history, activation="silu", cu_seqlens=packing.cu_seqlens_int64
+        )
     return output.view(x.shape)
 
 

@@ -21,8 +21,9 @@ Start = Callable[..., "subprocess.Popen[str]"]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """start(module, *arguments, fake="...") -> process, in `tmp_path`; whatever is left of it is killed."""
-    site = tmp_path / "site"
+    site, temporary = tmp_path / "site", tmp_path / "temporary"
     site.mkdir()
+    temporary.mkdir()
     (site / "sitecustomize.py").write_text(
         "import os, sys\n"
         "if os.environ.get('FAKE_LOOP'):\n"
@@ -34,7 +35,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def launch(module: str, *arguments: str, fake: str = "") -> subprocess.Popen[str]:
         environment = {key: value for key, value in os.environ.items() if key not in LAYOUT_VARIABLES}
-        environment |= {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "FAKE_LOOP": fake}
+        environment |= {
+            "PYTHONPATH": f"{site}{os.pathsep}{ROOT}",
+            "FAKE_LOOP": fake,
+            "K3TRAIN_TEST": str(tmp_path),
+            "TMPDIR": str(temporary),
+        }
         command = [sys.executable, "-m", module, *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         process = subprocess.Popen(

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from types import ModuleType
 
 from k3train.config import Config
 from k3train.errors import UserError
+from k3train.exit_status import FAILED, SAVED
+from k3train.train.signals import stop_signals
 
 
 def module() -> ModuleType:
     """A module object with the `train` that FAKE_LOOP names."""
     made = ModuleType("k3train.train.loop")
-    chosen = {"refuse": refuse, "crash": crash, "wait": wait, "reduce": reduce, "log": log}[
-        os.environ["FAKE_LOOP"]
-    ]
+    loops = (refuse, crash, wait, watched, meet, reduce, log)
+    chosen = {loop.__name__: loop for loop in loops}[os.environ["FAKE_LOOP"]]
     made.train = lambda stages, stages_behind: chosen(stages)  # type: ignore[attr-defined]
     return made
 
@@ -37,7 +39,7 @@ def crash(stages: list[Config]) -> int:
 def wait(stages: list[Config]) -> int:
     """Save on a stop signal, slowly, as a large checkpoint would be."""
     received = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in stop_signals():
         signal.signal(number, lambda number, frame: received.append(number))
     _note(stages[0], "ready", "")
     deadline = time.monotonic() + 60
@@ -45,7 +47,35 @@ def wait(stages: list[Config]) -> int:
         time.sleep(0.02)
     time.sleep(1.0)
     _note(stages[0], "saved", str([int(number) for number in received]))
-    return 0 if received else 1
+    return SAVED if received else FAILED
+
+
+def watched(stages: list[Config]) -> int:
+    """Wait as one that watches itself: for the agent it may stand still."""
+    from k3train.train.standing import Board, Standing
+
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    board = Board(Path(stages[0].run.dir), rank, ranks)
+    board.open()
+    board.post(Standing(rank, socket.gethostname(), os.getpid(), 0, 0, 0, "meet"))
+    return wait(stages)
+
+
+def meet(stages: list[Config]) -> int:
+    """Meet the others until all are asked to stop; fails when one of them is lost."""
+    import torch
+    import torch.distributed as dist
+
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    dist.init_process_group("gloo")
+    _note(stages[0], "ready", f"resume {stages[0].run.resume}")
+    asked = torch.zeros(1)
+    while not asked:
+        asked[0] = len(received)
+        dist.all_reduce(asked)
+        time.sleep(0.05)
+    return 0
 
 
 def reduce(stages: list[Config]) -> int:

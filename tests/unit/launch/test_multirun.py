@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from k3train.errors import UserError
+from launch import guard
 from launch.multirun import plan_jobs
 
 pytestmark = pytest.mark.timeout(90)
@@ -60,3 +61,20 @@ def test_a_signal_saves_the_current_run_and_starts_no_other(
     assert process.returncode == 0, err
     assert (tmp_path / "s/0/saved-0").exists() and not (tmp_path / "s/1").exists()
     assert "not started" in out.splitlines()[-1]
+
+
+def test_a_killed_sweep_leaves_nothing_and_its_run_saves(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    arguments = ("-m", "recipe=tiny_dense_check", "run.seed=1,2", "run.dir=s")
+    process = start("launch.cli", "train", *arguments, fake="wait")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "s/0/ready-0").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    while guard.marked("K3TRAIN_TEST", str(tmp_path)) - {process.pid}:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert (tmp_path / "s/0/saved-0").read_text() == "[15]" and not (tmp_path / "s/1").exists()
+    assert not list((tmp_path / "temporary").iterdir())

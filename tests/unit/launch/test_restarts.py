@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import closing
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from launch import status
+from k3train.config import Config
+from launch import guard, status, train
 from launch.restarts import Restarts, first_failure
 
 
@@ -41,6 +45,32 @@ def test_what_would_end_the_same_way_is_not_started_again(code: int, tmp_path: P
     status_file = status.WorkerStatus(0, 1, code)
     (tmp_path / "0.json").write_text(f'{{"rank": 0, "pid": 1, "code": {status_file.code}, "message": ""}}')
     assert not restarts(tmp_path).again(result(-15))
+
+
+def test_ranks_of_a_second_start_go_on_whoever_caused_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # another node's ranks had failed
+    monkeypatch.setenv(status.STARTS_VARIABLE, "")
+    given: list[bool] = []
+
+    def stand_in(stages: list[Config], arguments: Sequence[str]) -> int:
+        given.append(stages[0].run.resume)
+        return 0
+
+    monkeypatch.setattr(train, "_train", stand_in)
+    monkeypatch.setattr(train, "defer_until_loop", lambda: None)
+    monkeypatch.setattr(guard, "Guard", lambda name, folder: closing(StringIO()))
+    counted = restarts(tmp_path, "run.resume=false")
+    (tmp_path / "0.json").write_text("{}")
+    for _ in range(2):
+        counted.meeting()
+        assert counted.alone
+        counted.starting()
+        assert not counted.alone and not list(tmp_path.glob("*.json"))
+        train.worker([f"run.dir={tmp_path}/run", "recipe=tiny_dense_check", "run.resume=false"])
+    assert given == [False, True]
 
 
 def test_nothing_is_started_again_behind_a_stop_signal(tmp_path: Path) -> None:

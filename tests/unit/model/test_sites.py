@@ -27,6 +27,8 @@ MODELS = {
     "deterministic, bf16": ["model.dtype=bfloat16", "run.deterministic=true"],
     "moonep, bf16": ["model.dtype=bfloat16", "parallel.expert.dispatcher=moonep"],
     "qat, bf16": ["model.dtype=bfloat16", "model.latent_size=32", "quant=mxfp4_qat"],
+    "loss in chunks, bf16": ["model.dtype=bfloat16", "model.backends.cross_entropy=chunked"],
+    "plain loss, fp32": ["model.backends.cross_entropy=reference"],
     "equal heads": ["model.v_head_dim=24", "model.num_experts=0", "data.micro_batch_size=1"],
 }
 NAMES = [site.name for site in SITES if not site.name.endswith("layer")]
@@ -63,7 +65,9 @@ def test_every_site_holds_what_the_plan_counts(model: str) -> None:
     assert {site for found in answer.values() for site in found} <= {site.name for site in SITES}
 
 
-@pytest.mark.parametrize("model", ["all-to-all, fp32", "all-to-all, bf16", "moonep, bf16", "qat, bf16"])
+@pytest.mark.parametrize(
+    "model", ["all-to-all, fp32", "all-to-all, bf16", "moonep, bf16", "qat, bf16", "loss in chunks, bf16"]
+)
 def test_the_manager_holds_what_the_plan_counts(model: str) -> None:
     arguments = {"overrides": [*LAYERS, *MODELS[model]], "policies": list(POLICIES.values())}
     (answers,) = run_workers("tests.unit.model.workers:held_under", 1, arguments)

@@ -1,7 +1,7 @@
 """Prints the relative errors of KDA's Triton kernels, interpreted on the CPU, against the recurrence in FP64.
 
-Usage: kda_interpreter_worker.py LENGTHS:SHIFT ..., with documents' lengths, as 70,1, and what is added to the
-decay logits. One line for each case.
+Usage: kda_interpreter_worker.py LENGTHS:SHIFT:H:D ..., with documents' lengths, as 70,1, what is added to the
+decay logits, heads and head width. One line for each case.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from k3train.ops.kda.reference import recurrent_kda
 from k3train.ops.kda.triton.attention import attend
 from k3train.ops.kda.triton.chunks import make_table
 
-H, D = 1, 64
 NAMES = ("q", "k", "v", "z", "beta", "A_log", "dt_bias", "initial")
 
 
@@ -29,7 +28,7 @@ def exact(inputs: list[Tensor], borders: list[int]) -> tuple[Tensor, Tensor]:
     outputs, states = [], []
     for n, (start, stop) in enumerate(pairwise(borders)):
         rows = (x[None, start:stop] for x in (l2norm(q), l2norm(k), v, g, beta))
-        output, state = recurrent_kda(*rows, scale=D**-0.5, initial_state=initial[n : n + 1])
+        output, state = recurrent_kda(*rows, scale=q.shape[-1] ** -0.5, initial_state=initial[n : n + 1])
         outputs.append(output[0])
         states.append(state)
     return torch.cat(outputs), torch.cat(states)
@@ -39,7 +38,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
-def case(lengths: list[int], shift: float) -> dict[str, float]:
+def case(lengths: list[int], shift: float, H: int, D: int) -> dict[str, float]:
     """The relative error of each result."""
     torch.manual_seed(0)
     T, n = sum(lengths), len(lengths)
@@ -65,5 +64,6 @@ def case(lengths: list[int], shift: float) -> dict[str, float]:
 
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
-        documents, _, added = argument.partition(":")
-        print(json.dumps(case([int(x) for x in documents.split(",")], float(added))))
+        documents, added, heads, width = argument.split(":")
+        lengths = [int(x) for x in documents.split(",")]
+        print(json.dumps(case(lengths, float(added), int(heads), int(width))))

@@ -18,6 +18,7 @@ OPERATORS = {
     "mx",
     "mx_products",
     "linear",
+    "cross_entropy",
 }
 
 

@@ -98,8 +98,9 @@ def test_documents_share_no_chunk() -> None:
 
 def test_the_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    # The state kept in front of the ninth chunk; the gate at either bound; documents of one token.
-    cases = ["514,1:-2", "65,63:12", "1,130:-30"]
+    # The state kept in front of the ninth chunk; the gate at either bound; documents of one token; the keys'
+    # gradients by two programs.
+    cases = ["514,1:-2:1:64", "65,63:12:1:64", "1,130:-30:1:64", "70,1:-2:2:128"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(WORKER), *cases],

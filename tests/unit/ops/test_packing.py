@@ -33,3 +33,11 @@ def test_attention_mask_is_causal_and_stays_in_the_document() -> None:
     mask = Packing.from_tokens(torch.tensor([[1, 9, 2, 3]]), EOD).attention_mask
     expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     assert mask[0, 0].int().tolist() == expected
+
+
+def test_wide_borders_are_one_tensor_however_often_they_are_asked_for() -> None:
+    packing = Packing.from_tokens(torch.tensor([[1, 0, 1, 1]]), 0)
+    wide = packing.cu_seqlens_int64
+    assert wide is packing.cu_seqlens_int64 and wide.dtype == torch.int64
+    assert torch.equal(wide, packing.cu_seqlens)
+    assert packing.to(torch.device("cpu")).cu_seqlens_int64 is not wide

@@ -28,7 +28,7 @@ def test_one_line_names_ranks_operations_and_groups() -> None:
     waits = "in all_reduce of ranks 0-2"
     text = describe({0: standing(0, waits), 1: standing(1), 2: standing(2, waits)}, [1], 31.0, 4)
     assert text == (
-        "hang: no rank has moved for 31 s; rank 1 looks stuck. "
+        "hang: no rank has moved for 31 s; ranks 1, 3 look stuck. "
         "rank 1 on node1: silent since step 5, forward_backward, B(1,3); "
         "ranks 0, 2: step 5, forward_backward, B(1,3), in all_reduce of ranks 0-2; rank 3: no entry"
     )

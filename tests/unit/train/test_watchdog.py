@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from k3train.train.standing import Board, Standing
 from k3train.train.watchdog import Watchdog
 
 HANG, LOOK = 30.0, 3.0
-CONFIG = FaultConfig(hang_seconds=HANG, hang_steps=20.0, start_seconds=600.0)
+CONFIG = FaultConfig(hang_seconds=HANG, hang_steps=20.0, meet_seconds=90.0, start_seconds=600.0)
 Make = Callable[..., "Watched"]
 
 
@@ -29,8 +28,8 @@ class Watched:
     """A watchdog whose thread is the test, and its time."""
 
     def __init__(self, folder: Path, ranks: int = 1, config: FaultConfig = CONFIG) -> None:
-        groups: Any = SimpleNamespace(rank=0, topology=SimpleNamespace(world_size=ranks))
-        self.dog = Watchdog(config, folder, groups)
+        self.dog = Watchdog(config, folder)
+        self.dog._board.ranks, self.dog._board.start = ranks, ""
         self.dog._board.open()
         self.now = self.dog._moved
         self.dog.enter("step")
@@ -143,6 +142,35 @@ def test_the_first_step_and_the_end_have_longer(make: Make) -> None:
     run.pass_by(5 * HANG)
     with pytest.raises(Left):
         run.pass_by(600)
+
+
+def test_until_all_have_met_it_is_another_limit_and_who_is_missing_is_named(
+    make: Make, tmp_path: Path
+) -> None:
+    run = make(ranks=3)
+    run.dog.enter("meet")
+    run.pass_by(60)
+    other = Board(tmp_path, 1, 3)
+    other.open()
+    other.post(Standing(1, "node1", 10, 1, 1, 0, "meet"))
+    run.pass_by(87)  # it has come meanwhile, so all is counted anew
+    with pytest.raises(Left):
+        run.pass_by(4 * LOOK)
+    told = (tmp_path / "ranks/hang.json").read_text()
+    assert "rank 2 looks stuck" not in told and "ranks 1-2 look stuck" in told  # rank 1 is silent since
+    assert "rank 2: no entry" in told
+
+
+def test_what_an_earlier_start_left_is_no_entry_and_no_verdict(tmp_path: Path) -> None:
+    before, now = Board(tmp_path, 1, 2, "host 1"), Board(tmp_path, 1, 2, "host 2")
+    before.open()
+    before.post(Standing(1, "node1", 10, 1, 1, 0, "meet", start="host 1"))
+    assert before.condemn("x") and before.condemned() and before.read()
+    now.open()
+    assert not now.condemned() and now.read() == {}
+    assert now.condemn("y")
+    Board(tmp_path, 1, 2, "host 2").open()
+    assert now.condemned()
 
 
 def test_the_limit_grows_with_the_steps(make: Make) -> None:

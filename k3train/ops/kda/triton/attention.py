@@ -17,7 +17,7 @@ from torch import Tensor
 from ....errors import UserError
 from ...packing import Packing
 from .chunks import ChunkTable, chunk_table
-from .gradients import gradients_kernel
+from .gradients import ROWS, keys_kernel, values_kernel
 from .prepare import prepare_kernel
 from .reference import C
 from .walk import walk_back_kernel, walk_kernel
@@ -26,10 +26,11 @@ STRIDE = 8
 """Chunks between two states that forward keeps."""
 VALUES = 64
 """Values of the state that one program carries."""
-WARPS = {"prepare": 4, "prepare_again": 4, "gradients": 4}
+WARPS = {"prepare": 4, "prepare_again": 4, "values": 4, "keys": 4}
 STAGES = {"walk": 2, "again": 2, "back": 3}
-KEY_TILE = 16
-"""Launch choices that were fastest on an H200 at D = Dv = 128 among those tried."""
+"""Launch choices, those of `prepare` and the walks the fastest tried on an H200 at D = Dv = 128."""
+KEYS = 64
+"""Key channels of one program of the last kernel."""
 WIDTHS = (64, 128)
 """Head widths that the kernels take."""
 
@@ -230,18 +231,43 @@ def _gradients(
 ) -> list[Tensor]:
     """Gradients of q, k, v, z, beta, A_log and dt_bias."""
     q, k, v, z, beta, A_log, dt_bias = inputs
-    chunks, H, D = prepared.chunks, prepared.H, prepared.D
-    grads = [torch.empty_like(x) for x in (q, k, v, z)]
-    grad_beta = _fp32(q, *beta.shape)
-    grad_A = prepared.per_chunk(dtype=torch.float32)
+    errors, grad_errors, states, behind = walked
+    chunks, H, D, parts = prepared.chunks, prepared.H, prepared.D, prepared.D // KEYS
+    grad_q, grad_k, grad_z = (torch.empty_like(x) for x in (q, k, z))
+    grad_v, grad_pairs, rows = _through_values(prepared, v, output, grad_output, beta, errors, grad_errors)
+    grad_beta = _fp32(q, parts, *beta.shape)
+    grad_A = prepared.per_chunk(parts, dtype=torch.float32)
     grad_bias = prepared.per_chunk(D, dtype=torch.float32)
-    gradients_kernel[(chunks.room * H,)](
-        *inputs, output, grad_output, chunks.table, prepared.norms, prepared.inverse, *walked, *grads,
-        grad_beta, grad_A, grad_bias, chunks.room, H, lower_bound, D**-0.5,
-        C=C, D=D, DV=prepared.DV, BK=KEY_TILE, num_warps=WARPS["gradients"],
+    keys_kernel[(chunks.room * H * parts,)](
+        q, k, z, A_log, dt_bias, grad_output, grad_v, chunks.table, rows, grad_pairs, errors, states, behind,
+        grad_q, grad_k, grad_z, grad_beta, grad_A, grad_bias, q.shape[0], chunks.room, H, lower_bound,
+        C=C, D=D, DV=prepared.DV, BK=KEYS, num_warps=WARPS["keys"],
     )  # fmt: skip
-    grad_bias = grad_bias.sum(0).view(dt_bias.shape)
-    return [*grads, grad_beta.to(beta.dtype), grad_A.sum(0).to(A_log.dtype), grad_bias.to(dt_bias.dtype)]
+    sums = grad_beta.sum(0), grad_A.sum((0, 2)), grad_bias.sum(0).view(dt_bias.shape)
+    small = [found.to(x.dtype) for found, x in zip(sums, (beta, A_log, dt_bias), strict=True)]
+    return [grad_q, grad_k, grad_v.to(v.dtype), grad_z, *small]
+
+
+def _through_values(
+    prepared: Prepared,
+    v: Tensor,
+    output: Tensor,
+    grad_output: Tensor,
+    beta: Tensor,
+    errors: Tensor,
+    grad_errors: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of v and of the pairs' products, and each token's numbers, for the last kernel."""
+    chunks, H = prepared.chunks, prepared.H
+    grad_v = torch.empty_like(v, dtype=prepared.kind)
+    grad_pairs = torch.empty(2, chunks.room, H, C, C, dtype=prepared.kind, device=v.device)
+    rows = prepared.per_chunk(ROWS.value, C, dtype=torch.float32)
+    values_kernel[(chunks.room * H,)](
+        v, output, grad_output, beta, chunks.table, prepared.norms, prepared.inverse, errors, grad_errors,
+        grad_v, grad_pairs, rows, chunks.room, H, prepared.D**-0.5,
+        C=C, DV=prepared.DV, num_warps=WARPS["values"],
+    )  # fmt: skip
+    return grad_v, grad_pairs, rows
 
 
 def _fp32(like: Tensor, *shape: int) -> Tensor:

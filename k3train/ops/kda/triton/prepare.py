@@ -15,41 +15,17 @@ EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
-def log_decay(z, A_log, bias, lower_bound, valid):  # type: ignore[no-untyped-def]
-    """Log-decay to base 2 of logits z [C, D]; zero behind the document's end."""
-    g = lower_bound * LOG2E * tl.sigmoid(tl.exp(A_log) * (z + bias[None, :]))
-    return tl.where(valid[:, None], g, 0.0)
+def log_decay(z, steep, bias, bound):  # type: ignore[no-untyped-def]
+    """Log-decay to base 2 of logits z; `bound` is 0 behind the document's end."""
+    root = tl.rsqrt(1 + tl.exp2((steep * -LOG2E) * (z.to(tl.float32) + bias)))  # its square is the sigmoid
+    return (bound * LOG2E) * (root * root)
 
 
 @triton.jit
-def lower_sum(x, C: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Running sum along the tokens [C, D], as products with ones: two BF16 parts keep 16 bits of x."""
-    row = tl.arange(0, C)
-    ones = (row[:, None] >= row[None, :]).to(KIND)
-    high = x.to(KIND)
-    low = (x - high.to(tl.float32)).to(KIND)
-    return tl.dot(ones, low, tl.dot(ones, high))
-
-
-@triton.jit
-def upper_sum(x, C: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Running sum from the chunk's end on."""
-    row = tl.arange(0, C)
-    ones = (row[:, None] <= row[None, :]).to(KIND)
-    high = x.to(KIND)
-    low = (x - high.to(tl.float32)).to(KIND)
-    return tl.dot(ones, low, tl.dot(ones, high))
-
-
-@triton.jit
-def pair_factors(total, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`reference.factors`: left, the two rights, of the running sum [C, D] to base 2."""
-    row = tl.arange(0, C)[:, None]
-    first = tl.sum(tl.where(row == TILE // 2, total, 0.0), 0)[None, :]
-    second = tl.sum(tl.where(row == TILE + TILE // 2, total, 0.0), 0)[None, :]
-    left = tl.exp2(total - tl.where(row < TILE, first, second))
-    right_first = tl.where(row < TILE, tl.exp2(first - total), 0.0)
-    return left, right_first, tl.exp2(second - total)
+def _between(counts, high, low):  # type: ignore[no-untyped-def]
+    """Sums of log-decays [C, D] over the tokens that `counts` [C, C] of -1, 0 and 1 names for each token."""
+    counts = counts.to(high.dtype)
+    return tl.dot(counts, low, tl.dot(counts, high))
 
 
 @triton.jit
@@ -95,17 +71,21 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     place = tl.program_id(0).to(tl.int64)
     row, column, value = tl.arange(0, C), tl.arange(0, D), tl.arange(0, DV)
     valid = row < length
-    token = (start + row) * H + head
-    at = token[:, None] * D + column[None, :]
+    first_token = start * H + head
+    at = row[:, None] * (H * D) + column[None, :]
+    at_value = row[:, None] * (H * DV) + value[None, :]
+    q, k, z = q + first_token * D, k + first_token * D, z + first_token * D
     inner = row[:, None] * D + column[None, :]
     square = row[:, None] * C + row[None, :]
 
-    logits = tl.load(z + at, mask=valid[:, None], other=0.0).to(tl.float32)
+    steep = tl.exp(tl.load(A_log + head).to(tl.float32))
+    logits = tl.load(z + at, mask=valid[:, None], other=0.0)
     bias = tl.load(dt_bias + head * D + column).to(tl.float32)
-    g = log_decay(logits, tl.load(A_log + head).to(tl.float32), bias, lower_bound, valid)
-    total = lower_sum(g, C, KIND)
-    end = tl.sum(g, 0)
-    tl.store(decay + place * D + column, tl.exp2(end))
+    g = log_decay(logits, steep, bias[None, :], tl.where(valid, lower_bound, 0.0)[:, None])
+    tl.store(decay + place * D + column, tl.exp2(tl.sum(g, 0)))
+    # Two BF16 parts keep 16 bits of g.
+    high = g.to(KIND)
+    low = (g - high.to(tl.float32)).to(KIND)
 
     key = tl.load(k + at, mask=valid[:, None], other=0.0).to(tl.float32)
     query = tl.load(q + at, mask=valid[:, None], other=0.0).to(tl.float32)
@@ -116,25 +96,28 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
         tl.store(norms + (N * H).to(tl.int64) * C + place * C + row, key_norm)
     key *= key_norm[:, None]
     query *= (query_norm * scale)[:, None]
-    written = key * tl.load(beta + token, mask=valid, other=0.0).to(tl.float32)[:, None]
+    write = tl.load(beta + first_token + row * H, mask=valid, other=0.0).to(tl.float32)
 
-    from_start = tl.exp2(total)
+    until = (row[:, None] >= row[None, :]).to(tl.float32)
+    from_start = tl.exp2(_between(until, high, low))
     tl.store(queries + place * C * D + inner, (query * from_start).to(KIND))
-    tl.store(keys + place * C * D + inner, (written * tl.exp2(end[None, :] - total)).to(KIND))
     start_keys = (key * from_start).to(KIND)
+    to_end = tl.exp2(_between(1 - until, high, low))
+    tl.store(keys + place * C * D + inner, (key * (write[:, None] * to_end)).to(KIND))
 
-    left, right_first, right_second = pair_factors(total, C)
     in_first = row[:, None] < TILE
-    first = tl.trans((written * right_first).to(KIND))
-    second = tl.trans((written * right_second).to(KIND))
+    first_middle = (row[None, :] <= TILE // 2).to(tl.float32)
+    second_middle = (row[None, :] <= TILE + TILE // 2).to(tl.float32)
+    second = tl.trans((key * (write[:, None] * tl.exp2(_between(second_middle - until, high, low)))).to(KIND))
+    ahead = _between(until - tl.where(in_first, first_middle, second_middle), high, low)
+    first = tl.trans(tl.where(in_first, key * (write[:, None] * tl.exp2(-ahead)), 0.0).to(KIND))
+    left = tl.exp2(ahead)
     left_query = (query * left).to(KIND)
     Aqk = tl.where(in_first, tl.dot(left_query, first), tl.dot(left_query, second))
     Aqk = tl.where(row[:, None] >= row[None, :], Aqk, 0.0).to(KIND)
     if BACKWARD:
         X = tl.load(inverse + place * C * C + square)
-        grad = tl.load(grad_output + token[:, None] * DV + value[None, :], mask=valid[:, None], other=0.0).to(
-            KIND
-        )
+        grad = tl.load(grad_output + first_token * DV + at_value, mask=valid[:, None], other=0.0).to(KIND)
         through = tl.dot(tl.trans(grad), Aqk)
         tl.store(pairs + place * C * DV + value[:, None] * C + row[None, :], through.to(KIND))
     else:
@@ -145,6 +128,6 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
         X = unit_lower_inverse(Akk, C, tl.float16 if KIND.is_bf16() else KIND).to(KIND)
         tl.store(inverse + place * C * C + square, X)
     tl.store(r + place * C * D + inner, tl.dot(X, start_keys).to(KIND))
-    values = tl.load(v + token[:, None] * DV + value[None, :], mask=valid[:, None], other=0.0)
+    values = tl.load(v + first_token * DV + at_value, mask=valid[:, None], other=0.0)
     written_value = tl.dot(tl.trans(values.to(KIND)), tl.trans(X))
     tl.store(u + place * C * DV + value[:, None] * C + row[None, :], written_value.to(KIND))

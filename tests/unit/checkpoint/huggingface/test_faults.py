@@ -65,6 +65,12 @@ def _misplace(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index))
 
 
+def _lead_outside(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"][GATE] = "../elsewhere.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+
+
 def _lengthen_a_log(tensors: dict[str, Tensor]) -> None:
     tensors[A_LOG][5] = 0.5
 
@@ -88,6 +94,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     ),
     "NaN": (_edit(_poison), (GATE, "2 of 512 numbers are NaN or infinite, the first at [3, 5]")),
     "not where the index says": (_misplace, (GATE, "is not in it, though model.safetensors.index")),
+    "outside the folder": (_lead_outside, ("'../elsewhere.safetensors' leads out of the folder",)),
     "numbers in the padding": (_edit(_lengthen_a_log, A_LOG), (A_LOG, "has 2 heads and numbers other")),
     "no index": (lambda folder: (folder / INDEX).unlink(), ("3 .safetensors files and no model.",)),
     "no config": (lambda folder: (folder / "config.json").unlink(), ("config.json: No such file",)),
