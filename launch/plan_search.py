@@ -64,6 +64,8 @@ def space_of(overrides: Sequence[str], batch: str | None = None) -> Space:
         )
     if composed.offload.budget_gb is not None:
         raise UserError("offload.budget_gb: a search chooses among policies; leave it out")
+    if composed.cluster.gpus is not None and composed.cluster.gpus < 1:
+        raise UserError(f"cluster.gpus={composed.cluster.gpus}: must be at least 1")
     gpus = composed.cluster.gpus or world_size(composed)
     config = resolve_layout(composed, gpus)
     # Derived from the recipe's own number of nodes, which is not this cluster's.

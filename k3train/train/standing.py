@@ -79,7 +79,7 @@ class Board:
         if self.rank == 0 or self._verdict().get("start") != self.start:
             (self.folder / VERDICT).unlink(missing_ok=True)
         self.stacks().unlink(missing_ok=True)
-        self._file = os.open(self._path(self.rank), os.O_CREAT | os.O_WRONLY, 0o644)
+        self._file = os.open(self._path(self.rank), os.O_CREAT | os.O_WRONLY, 0o666)
 
     def post(self, standing: Standing) -> None:
         """Overwrite this rank's entry."""
@@ -102,7 +102,7 @@ class Board:
     def condemn(self, text: str) -> bool:
         """Tell every rank that the run hangs; False when another rank has told so before."""
         try:
-            file = os.open(self.folder / VERDICT, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            file = os.open(self.folder / VERDICT, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         except FileExistsError:
             return False
         os.write(file, json.dumps({"rank": self.rank, "text": text, "start": self.start}).encode())

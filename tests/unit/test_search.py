@@ -126,6 +126,8 @@ def test_nothing_fits_says_by_how_much_and_what_would_do(capsys) -> None:
     ("arguments", "said"),
     [
         (["batch=1000"], "batch=1000: tokens of a step, a multiple of data.sequence_length=256"),
+        (["cluster.gpus=-3"], "cluster.gpus=-3: must be at least 1"),
+        (["cluster.gpus=0"], "cluster.gpus=0: must be at least 1"),
         (["--top", "0"], "--top 0: takes a number of layouts"),
         (["offload.budget_gb=1"], "offload.budget_gb: a search chooses among policies"),
     ],

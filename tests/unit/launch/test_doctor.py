@@ -140,7 +140,7 @@ def test_json_holds_everything_and_the_exit_status_follows_it() -> None:
     usable = {entry["operator"] for entry in found["operators"] if entry["available"]}
     assert usable == {
         "kda", "short_conv", "attn_res", "situ", "attention", "linear", "item_attention", "grouped",
-        "mx", "mx_products", "moonep plan", "file engine", "offload tier",
+        "mx", "mx_products", "cross_entropy", "moonep plan", "file engine", "offload tier",
     }  # fmt: skip
 
 

@@ -126,12 +126,16 @@ def test_a_node_that_waits_alone_ends_at_once_on_a_stop_signal(start: Start) -> 
     assert (process.returncode, err) == (75, "k3train: SIGTERM while this node waited for the others\n")
 
 
-def test_a_node_whose_meeting_place_is_lost_says_so(run: Run) -> None:
+@pytest.mark.parametrize(
+    ("is_host", "said"),
+    [(0, "the nodes meet at 127.0.0.1:{port}, which cannot be reached"), (1, "2 nodes have not met")],
+)
+def test_a_node_without_the_others_says_so(run: Run, is_host: int, said: str) -> None:
     port = _free_port()
-    options = (*_node(port, "join_timeout=1,read_timeout=1,is_host=0"), *TWO_RANKS)
+    options = (*_node(port, f"join_timeout=1,read_timeout=1,is_host={is_host}"), *TWO_RANKS)
     code, _, err = run("launch.torchrun", *options, fake="reduce")
     assert code == 1 and "Traceback" not in err
-    assert f"k3train: the nodes meet at 127.0.0.1:{port}, which cannot be reached" in err
+    assert f"k3train: {said.format(port=port)}" in err
 
 
 @pytest.mark.slow
