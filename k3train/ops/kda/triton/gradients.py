@@ -148,6 +148,42 @@ def _through_state(x, total, state, grads):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _by_state(  # type: ignore[no-untyped-def]
+    q, k, grad_output, grad_v, error, rows, at, at_value, valid, total, end, state, after, last,
+    C: tl.constexpr,
+):  # fmt: skip
+    """A tile's queries, keys, and what the states around the chunk give of their gradients.
+
+    Gives query, key, their gradients so far (the key's negated), that of the written key, shares of the
+    log-decays by token, and `last`, those by the end of the chunk, with this tile's.
+    """
+    norm, write = _numbers(rows, 0, C), _numbers(rows, 4, C)
+    key = _tile(k, at, valid).to(tl.float32) * _numbers(rows, 2, C)
+    query = _tile(q, at, valid).to(tl.float32) * norm
+    grads = _tile(grad_output, at_value, valid).to(state.dtype)
+    grad_query, sums = _through_state(query, total, state, grads)
+    grads = _tile(grad_v, at_value, valid).to(state.dtype)
+    grad_key, by_key = _through_state(key, total, state, grads)
+    sums -= by_key
+    to_written = tl.dot(after, tl.load(error)) * tl.exp2(end - total)
+    by_end = key * write * to_written
+    last += tl.sum(by_end, 1)[:, None]
+    sums -= by_end
+    grad_query = grad_query * norm - query * _numbers(rows, 1, C)
+    return query, key, grad_query, grad_key, to_written, sums, last
+
+
+@triton.jit
+def _store_queries(  # type: ignore[no-untyped-def]
+    grad_q, at, valid, grad_query, back, left, left_query, norm
+):
+    """Gives the log-decays' share by the pairs of tokens."""
+    grad_query += back * (left * norm)
+    tl.store(grad_q + at, grad_query.to(grad_q.dtype.element_ty), mask=valid[None, :])
+    return _wide(left_query) * back
+
+
+@triton.jit
 def _store_keys(  # type: ignore[no-untyped-def]
     grad_k, grad_beta, k, rows, at, by_token, valid, grad_key, grad_written, C: tl.constexpr
 ):
@@ -156,6 +192,71 @@ def _store_keys(  # type: ignore[no-untyped-def]
     tl.store(grad_beta + by_token, tl.sum(key * grad_written, 0), mask=valid)
     grad_key = (grad_key + write * grad_written) * norm - key * _numbers(rows, 3, C)
     tl.store(grad_k + at, grad_key.to(grad_k.dtype.element_ty), mask=valid[None, :])
+
+
+@triton.jit
+def _second_tile(  # type: ignore[no-untyped-def]
+    grad_q, grad_k, grad_beta, q, k, grad_output, grad_v, error, rows, at, at_value, by_token, valid,
+    total, end, state, after, last, middle, pairs, pairs_k, written, C: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the second tile, with keys `written` in the first one, too.
+
+    Gives the log-decays' shares by token, `last` with this tile's, and the first tile's written keys'
+    gradient.
+    """
+    query, key, grad_query, grad_key, to_written, sums, last = _by_state(
+        q, k, grad_output, grad_v, error, rows, at, at_value, valid, total, end, state, after, last, C
+    )
+    norm, write = _numbers(rows, 0, C), _numbers(rows, 4, C)
+    left = tl.exp2(total - middle)
+    left_query, left_key = _rounded(query * left, written.dtype), _rounded(key * left, written.dtype)
+    written_2 = _rounded(key * write * tl.exp2(middle - total), written.dtype)
+    # Sums take the operands as the products saw them, so that a pair's two shares cancel beyond it.
+    corner, lower = tl.load(pairs + TILE * C + TILE), tl.load(pairs + TILE * C)
+    back = tl.dot(written_2, tl.trans(corner), tl.dot(written, tl.trans(lower)))
+    sums += _store_queries(grad_q, at, valid, grad_query, back, left, left_query, norm)
+    corner_k, lower_k = tl.load(pairs_k + TILE * C + TILE), tl.load(pairs_k + TILE * C)
+    back = tl.dot(written_2, tl.trans(corner_k), tl.dot(written, tl.trans(lower_k)))
+    sums += _wide(left_key) * back
+    grad_key = back * left - grad_key
+    back = tl.dot(left_key, corner_k, tl.dot(left_query, corner))
+    sums -= _wide(written_2) * back
+    to_written += back * _again(total, 0.0 - middle)
+    across = tl.dot(left_key, lower_k, tl.dot(left_query, lower))
+    _store_keys(grad_k, grad_beta, k, rows, at, by_token, valid, grad_key, to_written, C)
+    return sums, last, across
+
+
+@triton.jit
+def _first_tile(  # type: ignore[no-untyped-def]
+    grad_q, grad_k, grad_beta, q, k, grad_output, grad_v, error, rows, at, at_value, by_token, valid,
+    total, end, state, after, last, middle_2, pairs, pairs_k, written_2, across, C: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the first tile, of which the second had keys `written_2`, with gradient `across`.
+
+    Gives the log-decays' shares by token, and `last` with this tile's.
+    """
+    KIND: tl.constexpr = written_2.dtype
+    query, key, grad_query, grad_key, to_written, sums, last = _by_state(
+        q, k, grad_output, grad_v, error, rows, at, at_value, valid, total, end, state, after, last, C
+    )
+    to_written += across * _again(total, 0.0 - middle_2)
+    sums -= _wide(written_2) * across
+    norm, write, middle = _numbers(rows, 0, C), _numbers(rows, 4, C), _column(total, TILE // 2)
+    left, right = tl.exp2(total - middle), tl.exp2(middle - total)
+    left_query, left_key = _rounded(query * left, KIND), _rounded(key * left, KIND)
+    written = _rounded(key * write * right, KIND)
+    corner, corner_k = tl.load(pairs), tl.load(pairs_k)
+    back = tl.dot(written, tl.trans(corner))
+    sums += _store_queries(grad_q, at, valid, grad_query, back, left, left_query, norm)
+    back = tl.dot(written, tl.trans(corner_k))
+    sums += _wide(left_key) * back
+    grad_key = back * left - grad_key
+    back = tl.dot(left_key, corner_k, tl.dot(left_query, corner))
+    sums -= _wide(written) * back
+    to_written += back * right
+    _store_keys(grad_k, grad_beta, k, rows, at, by_token, valid, grad_key, to_written, C)
+    return sums, last
 
 
 @triton.jit
@@ -223,79 +324,18 @@ def keys_kernel(  # type: ignore[no-untyped-def]
 
     # The second tile's queries and keys, with keys written in both tiles.
     middle = _column(total_2, TILE // 2)
-    opposite = 0.0 - middle
     factor = _numbers(rows, 2, C) * _numbers(rows, 4, C) * tl.exp2(middle - total)
     written = _rounded(_tile(k + tile, at, valid).to(tl.float32) * factor, KIND)
-    rows_2 = rows + TILE
-    norm, write = _numbers(rows_2, 0, C), _numbers(rows_2, 4, C)
-    key = _tile(k + tile_2, at, valid_2).to(tl.float32) * _numbers(rows_2, 2, C)
-    query = _tile(q + tile_2, at, valid_2).to(tl.float32) * norm
-    grad_query, sums_2 = _through_state(
-        query, total_2, state, _tile(grad_output + values_2, at_value, valid_2).to(KIND)
-    )
-    grad_key, by_key = _through_state(
-        key, total_2, state, _tile(grad_v + values_2, at_value, valid_2).to(KIND)
-    )
-    sums_2 -= by_key
-    to_written = tl.dot(after, tl.load(error + TILE)) * tl.exp2(end - total_2)
-    by_end = key * write * to_written
-    last += tl.sum(by_end, 1)[:, None]
-    sums_2 -= by_end
-    grad_query = grad_query * norm - query * _numbers(rows_2, 1, C)
-    left = tl.exp2(total_2 - middle)
-    left_query, left_key = _rounded(query * left, KIND), _rounded(key * left, KIND)
-    written_2 = _rounded(key * write * tl.exp2(middle - total_2), KIND)
-    # Sums take the operands as the products saw them, so that a pair's two shares cancel beyond it.
-    corner, lower = tl.load(pairs + TILE * C + TILE), tl.load(pairs + TILE * C)
-    back = tl.dot(written_2, tl.trans(corner), tl.dot(written, tl.trans(lower)))
-    sums_2 += _wide(left_query) * back
-    grad_query += back * (left * norm)
-    tl.store(grad_q + tile_2 + at, grad_query.to(grad_q.dtype.element_ty), mask=valid_2[None, :])
-    corner_k, lower_k = tl.load(pairs_k + TILE * C + TILE), tl.load(pairs_k + TILE * C)
-    back = tl.dot(written_2, tl.trans(corner_k), tl.dot(written, tl.trans(lower_k)))
-    sums_2 += _wide(left_key) * back
-    grad_key = back * left - grad_key
-    back = tl.dot(left_key, corner_k, tl.dot(left_query, corner))
-    sums_2 -= _wide(written_2) * back
-    to_written += back * _again(total_2, opposite)
-    across = tl.dot(left_key, lower_k, tl.dot(left_query, lower))
-    grad_beta_2 = grad_beta + TILE * H
-    _store_keys(
-        grad_k + tile_2, grad_beta_2, k + tile_2, rows_2, at, row * H, valid_2, grad_key, to_written, C
-    )
-
-    # The first tile's.
-    norm, write = _numbers(rows, 0, C), _numbers(rows, 4, C)
-    key = _tile(k + tile, at, valid).to(tl.float32) * _numbers(rows, 2, C)
-    query = _tile(q + tile, at, valid).to(tl.float32) * norm
-    grad_query, sums = _through_state(
-        query, total, state, _tile(grad_output + values, at_value, valid).to(KIND)
-    )
-    grad_key, by_key = _through_state(key, total, state, _tile(grad_v + values, at_value, valid).to(KIND))
-    sums -= by_key
-    to_written = tl.dot(after, tl.load(error)) * tl.exp2(end - total)
-    by_end = key * write * to_written
-    last += tl.sum(by_end, 1)[:, None]
-    sums -= by_end
-    grad_query = grad_query * norm - query * _numbers(rows, 1, C)
-    to_written += across * _again(total, opposite)
-    sums -= _wide(written) * across
-    middle = _column(total, TILE // 2)
-    left, right = tl.exp2(total - middle), tl.exp2(middle - total)
-    left_query, left_key = _rounded(query * left, KIND), _rounded(key * left, KIND)
-    written = _rounded(key * write * right, KIND)
-    corner, corner_k = tl.load(pairs), tl.load(pairs_k)
-    back = tl.dot(written, tl.trans(corner))
-    sums += _wide(left_query) * back
-    grad_query += back * (left * norm)
-    tl.store(grad_q + tile + at, grad_query.to(grad_q.dtype.element_ty), mask=valid[None, :])
-    back = tl.dot(written, tl.trans(corner_k))
-    sums += _wide(left_key) * back
-    grad_key = back * left - grad_key
-    back = tl.dot(left_key, corner_k, tl.dot(left_query, corner))
-    sums -= _wide(written) * back
-    to_written += back * right
-    _store_keys(grad_k + tile, grad_beta, k + tile, rows, at, row * H, valid, grad_key, to_written, C)
+    sums_2, last, across = _second_tile(
+        grad_q + tile_2, grad_k + tile_2, grad_beta + TILE * H, q + tile_2, k + tile_2,
+        grad_output + values_2, grad_v + values_2, error + TILE, rows + TILE, at, at_value, row * H, valid_2,
+        total_2, end, state, after, last, middle, pairs, pairs_k, written, C,
+    )  # fmt: skip
+    sums, last = _first_tile(
+        grad_q + tile, grad_k + tile, grad_beta, q + tile, k + tile,
+        grad_output + values, grad_v + values, error, rows, at, at_value, row * H, valid,
+        total, end, state, after, last, middle, pairs, pairs_k, written, across, C,
+    )  # fmt: skip
 
     ones = (row[:, None] >= row[None, :]).to(KIND)
     grad_g = _sum(sums_2, ones) + last

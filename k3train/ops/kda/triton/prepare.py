@@ -29,6 +29,14 @@ def _between(counts, high, low):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _unit(x, at, valid, scale):  # type: ignore[no-untyped-def]
+    """Rows of x of length `scale`, zero behind the document's end, and the reciprocal norms of x."""
+    x = tl.load(x + at, mask=valid[:, None], other=0.0).to(tl.float32)
+    norm = tl.rsqrt(tl.sum(x * x, 1) + EPS)
+    return x * (norm * scale)[:, None], norm
+
+
+@triton.jit
 def unit_lower_inverse(lower, C: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """(I + lower)^-1 by doubling the inverted diagonal blocks.
 
@@ -87,15 +95,11 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     high = g.to(KIND)
     low = (g - high.to(tl.float32)).to(KIND)
 
-    key = tl.load(k + at, mask=valid[:, None], other=0.0).to(tl.float32)
-    query = tl.load(q + at, mask=valid[:, None], other=0.0).to(tl.float32)
-    key_norm = tl.rsqrt(tl.sum(key * key, 1) + EPS)
-    query_norm = tl.rsqrt(tl.sum(query * query, 1) + EPS)
+    key, key_norm = _unit(k, at, valid, 1.0)
+    query, query_norm = _unit(q, at, valid, scale)
     if BACKWARD:
         tl.store(norms + place * C + row, query_norm)
         tl.store(norms + (N * H).to(tl.int64) * C + place * C + row, key_norm)
-    key *= key_norm[:, None]
-    query *= (query_norm * scale)[:, None]
     write = tl.load(beta + first_token + row * H, mask=valid, other=0.0).to(tl.float32)
 
     until = (row[:, None] >= row[None, :]).to(tl.float32)
