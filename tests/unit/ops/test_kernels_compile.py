@@ -42,7 +42,7 @@ TYPES = {
             "scales",
         ),
         "*fp32",
-    ),  # fmt: skip
+    ),
     "labels": "*i64",
 }
 """Of arguments; all others are pointers to BF16."""
