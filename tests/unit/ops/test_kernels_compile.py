@@ -15,34 +15,13 @@ triton = pytest.importorskip("triton")
 
 KDA, LOSS = "k3train.ops.kda.triton", "k3train.ops.cross_entropy.triton"
 SIZES = {"C": 64, "D": 128, "DV": 128, "BK": 64, "BV": 64, "STRIDE": 8, "STAGES": 2, "BLOCK": 4096}
+FP32 = """beta A_log dt_bias decay norms rows marks initial final grad_final grad_initial grad_beta grad_A
+grad_bias logits largest total own scales"""
 TYPES = {
     **dict.fromkeys(("N", "H", "tokens", "documents", "words"), "i32"),
     **dict.fromkeys(("lower_bound", "scale"), "fp32"),
     **dict.fromkeys(("chunks", "offsets"), "*i32"),
-    **dict.fromkeys(
-        (
-            "beta",
-            "A_log",
-            "dt_bias",
-            "decay",
-            "norms",
-            "rows",
-            "marks",
-            "initial",
-            "final",
-            "grad_final",
-            "grad_initial",
-            "grad_beta",
-            "grad_A",
-            "grad_bias",
-            "logits",
-            "largest",
-            "total",
-            "own",
-            "scales",
-        ),
-        "*fp32",
-    ),
+    **dict.fromkeys(FP32.split(), "*fp32"),
     "labels": "*i64",
 }
 """Of arguments; all others are pointers to BF16."""
