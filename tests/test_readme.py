@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,13 @@ def code_words(page: Path) -> list[str]:
 def dry_run(line: str) -> str:
     """What a `make` line would do."""
     command = ["make", "--no-print-directory", "-n", "-C", str(ROOT), *words(line)[1:]]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    # `make test ARGS=...` hands its variables down to every make below it.
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES")
+    }
+    return subprocess.run(command, env=own, capture_output=True, text=True, check=True, timeout=30).stdout
 
 
 def run(command: list[str], home: Path) -> str:
@@ -152,6 +159,8 @@ def test_command(line: str, at_home: Path, capsys: pytest.CaptureFixture[str]) -
         assert dry_run(line).strip()
     elif program == "python" and arguments[0].startswith("benchmarks/"):
         takes_its_options(arguments)
+    elif program == "python" and "launch.train" not in arguments:
+        runs_where_it_needs_no_service(arguments)
     elif program in ("torchrun", "python"):
         composes_under_torchrun(arguments)
     elif program == "tensorboard":
@@ -187,6 +196,13 @@ def takes_its_options(arguments: list[str]) -> None:
     """A benchmark knows the options that it is shown with."""
     helped = run([sys.executable, str(ROOT / arguments[0]), "--help"], ROOT)
     assert [word for word in arguments if word.startswith("--") and word not in helped] == []
+
+
+def runs_where_it_needs_no_service(arguments: list[str]) -> None:
+    """A module of ours is there; what only prints is run."""
+    assert arguments[0] == "-m" and find_spec(arguments[1]) is not None
+    if "--json" in arguments:
+        assert run([sys.executable, *arguments], ROOT)
 
 
 def composes_under_torchrun(arguments: list[str]) -> None:
