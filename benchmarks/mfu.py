@@ -33,7 +33,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import floor_table, report
 from benchmarks.common.attribution import AGAIN, STEP, Attribution, attribute
-from benchmarks.common.device import dismantle, synchronize
+from benchmarks.common.device import dismantle, synchronize, timed
 from benchmarks.common.floors import Ceilings, absent, of_entry, work_of_step
 from k3train import flops, shapes
 from k3train.config import Config
@@ -257,18 +256,6 @@ def _plain_steps(
     finally:
         inputs.close()
         dismantle(built)
-
-
-def timed(step: Callable[[int], None], steps: int, warmup: int) -> list[float]:
-    """Seconds of each step behind the warm-up, device work included."""
-    seconds = []
-    for number in range(1, warmup + steps + 1):
-        synchronize()
-        start = time.perf_counter()
-        step(number)
-        synchronize()
-        seconds.append(time.perf_counter() - start)
-    return seconds[warmup:]
 
 
 def _batches(inputs: Any, device: Any) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import report
-from benchmarks.common.device import dismantle, synchronize
+from benchmarks.common.device import dismantle, synchronize, timed
 from k3train import flops, shapes
 from k3train.config import Config
 from k3train.quiet import quiet
@@ -132,18 +132,6 @@ def tell(row: dict[str, Any]) -> None:
             for key, value in row.items()
         )
         print(shown, file=sys.stderr, flush=True)
-
-
-def timed(step: Any, steps: int, warmup: int) -> list[float]:
-    """Seconds of each step behind the warm-up, device work included."""
-    seconds = []
-    for number in range(1, warmup + steps + 1):
-        synchronize()
-        start = time.perf_counter()
-        step(number)
-        synchronize()
-        seconds.append(time.perf_counter() - start)
-    return seconds[warmup:]
 
 
 def row(recipe: str, system: str, config: Config, seconds: list[float], rank: int) -> dict[str, Any]:
